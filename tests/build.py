@@ -1,7 +1,5 @@
 """Builders that several tests share: configs of tiny runs, groups, engines, checks of a run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

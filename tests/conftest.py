@@ -1,7 +1,5 @@
 """Tiny real models, and groups in which every axis has its own length."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """The toy, whose answers can all be enumerated: its optimum, and the distance of a policy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path

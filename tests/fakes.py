@@ -1,7 +1,5 @@
 """Engines with faults, a trainer that only publishes, and a server of a judge."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -106,7 +104,7 @@ class Judge:
     url: str = ""
 
     @contextmanager
-    def serving(self) -> Iterator[Judge]:
+    def serving(self) -> "Iterator[Judge]":
         running = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         running.daemon_threads = True
         self.url = f"http://127.0.0.1:{running.server_address[1]}"

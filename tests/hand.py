@@ -9,8 +9,6 @@ r - beta KL is (1/2, 0, -1) and (1/2, 0, 2). The means are -1/6 and 5/6, and the
 (2/3, 1/6, -5/6) and (-1/3, -5/6, 7/6).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two ranks for tests: processes with gloo that stay alive, and run functions of tests."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections import defaultdict

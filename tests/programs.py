@@ -1,7 +1,5 @@
 """Programs of a user for tests, with the standard library only: each is a `rollout`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ of a case has its entry and its number, from which its random numbers follow: `-
 it. A few cases of most entries are part of `make test`.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Dialogues for tests: a toy that can be enumerated, a desk of odd tools, and runs with it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,8 +1,6 @@
 """Sessions over HTTP that can be enumerated: they come as often as they should, and training on
 them ends at the optimum of the whole session, also where the program rewrites its context."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,7 +99,7 @@ def distance_after_replay(
     return max(talk.total_variation(trainer.policy, whole, 2 * BETA) for whole in every)
 
 
-def test_sessions_with_a_rewritten_past_come_as_often_as_they_should(tmp_path: Path) -> None:
+def test_sessions_with_a_rewritten_past_come_as_often_as_they_should(tmp_path):
     config = config_of("rewritten_oracle", tmp_path)
     groups = searched(check(config), samples=256)
     reference = first_policy(config)
@@ -113,7 +111,7 @@ def test_sessions_with_a_rewritten_past_come_as_often_as_they_should(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_buffer_of_another_policy_leads_to_the_optimum(program: str, tmp_path: Path) -> None:
+def test_a_buffer_of_another_policy_leads_to_the_optimum(program, tmp_path):
     """A row for each context, which shares the reward, does not: the negative control."""
     config = config_of(program, tmp_path, "run.steps=160")
     parts = check(config)
@@ -133,7 +131,7 @@ def test_a_buffer_of_another_policy_leads_to_the_optimum(program: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_on_policy_sessions_lead_to_the_optimum(program: str, tmp_path: Path) -> None:
+def test_on_policy_sessions_lead_to_the_optimum(program, tmp_path):
     settings = ("runtime.lag=0", "strategy=recent", "run.steps=250")
     config = config_of(program, tmp_path, *settings)
     run = run_and_keep(config)

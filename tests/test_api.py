@@ -1,7 +1,5 @@
 """Runs from Python: rows and functions in memory, and the result."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable
@@ -67,7 +65,7 @@ def stored_task(folder: Path) -> dict[str, Any]:
     return task
 
 
-def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
+def test_rows_and_a_lambda_train(tiny_model, tmp_path):
     """The result has the summary, and metrics.jsonl as tables."""
     folder = tmp_path / "run"
     given: dict[str, Any] = {"data": ROWS, "held_out_data": EVALUATED, "reward": constant(2.5)}
@@ -90,9 +88,7 @@ def test_rows_and_a_lambda_train(tiny_model: Path, tmp_path: Path) -> None:
     assert read_rows("task.data", task["data"], "train") == ROWS
 
 
-def test_responses_to_rows_with_the_same_prompt_are_exported_apart(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_responses_to_rows_with_the_same_prompt_are_exported_apart(tiny_model, tmp_path):
     rows = [{"prompt": "1+1=", "answer": letter} for letter in "ab"]
     result = tba.train(
         config(tiny_model, tmp_path / "run", "task.held_out_size=0", "eval.prompts=0"),
@@ -109,9 +105,7 @@ def test_responses_to_rows_with_the_same_prompt_are_exported_apart(
     assert len(set(texts)) == len(texts)
 
 
-def test_a_config_file_is_trained_and_its_result_read_again(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_file_is_trained_and_its_result_read_again(tiny_model, tmp_path, monkeypatch):
     """The path of a TOML file, as text or a path, in place of a config."""
     from transformers import AutoModelForCausalLM
 
@@ -140,7 +134,7 @@ def test_a_config_file_is_trained_and_its_result_read_again(
         assert run.step == 2
 
 
-def test_evaluations_are_in_order_and_each_is_there_once(tmp_path: Path) -> None:
+def test_evaluations_are_in_order_and_each_is_there_once(tmp_path):
     """On Ray they end in any order, and a resumed run may repeat one."""
     rows = [{"step": s, "eval/sampled_reward": r} for s, r in ((0, 0.1), (4, 0.3), (2, 0.2))]
     rows += [{"step": 5, "loss": 1.0}, {"step": 4, "eval/sampled_reward": 0.4}]
@@ -153,7 +147,7 @@ def test_evaluations_are_in_order_and_each_is_there_once(tmp_path: Path) -> None
         _ = result.summary
 
 
-def test_functions_are_sent_to_searcher_processes(tiny_model: Path, tmp_path: Path) -> None:
+def test_functions_are_sent_to_searcher_processes(tiny_model, tmp_path):
     """A function by its name and a closure by its value, added with their weights."""
     result = tba.train(
         config(
@@ -168,7 +162,7 @@ def test_functions_are_sent_to_searcher_processes(tiny_model: Path, tmp_path: Pa
     assert result.summary.last["greedy_reward"] == 3.0
 
 
-def test_an_open_run_gives_its_parts(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_open_run_gives_its_parts(tiny_model, tmp_path):
     settings = config(tiny_model, tmp_path / "run")
     with tba.open_run(settings, data=ROWS, reward=length, held_out_data=EVALUATED) as run:
         assert len(run.buffer) == 0 and run.trainer.send(version=0).parcel.version == 0
@@ -177,9 +171,7 @@ def test_an_open_run_gives_its_parts(tiny_model: Path, tmp_path: Path) -> None:
         assert len(run.buffer) > 0
 
 
-def test_only_the_data_or_only_the_reward_is_in_memory(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_data_or_only_the_reward_is_in_memory(tiny_model, tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     own = ("task=custom", "task.held_out_size=2")
@@ -198,7 +190,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_is_resumed_with_the_same_rows(trained: Path) -> None:
+def test_a_run_is_resumed_with_the_same_rows(trained):
     settings = tba.load(trained / CONFIG, ["run.steps=3"])
     result = tba.train(
         settings, resume=str(trained), data=tuple(ROWS), reward=length, held_out_data=EVALUATED
@@ -207,9 +199,7 @@ def test_a_run_is_resumed_with_the_same_rows(trained: Path) -> None:
     assert result.metrics()["step"].tolist() == [1, 2, 3]
 
 
-def test_stored_samples_are_scored_again_by_another_function(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_stored_samples_are_scored_again_by_another_function(tiny_model, tmp_path):
     folder = tmp_path / "run"
     given: dict[str, Any] = {"data": ROWS, "held_out_data": EVALUATED}
     tba.train(config(tiny_model, folder), reward=length, **given)
@@ -233,7 +223,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_resuming_with_others_is_refused(trained: Path, case: str) -> None:
+def test_resuming_with_others_is_refused(trained, case):
     passed, message = OTHER[case]
     arguments = {"data": ROWS, "reward": length, "held_out_data": EVALUATED} | passed
     before = (trained / CONFIG).read_bytes()
@@ -243,9 +233,7 @@ def test_resuming_with_others_is_refused(trained: Path, case: str) -> None:
     assert (trained / CONFIG).read_bytes() == before
 
 
-def test_a_run_on_rows_from_python_goes_on_from_the_command_line(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_rows_from_python_goes_on_from_the_command_line(tiny_model, tmp_path):
     """If its reward is not a function in memory."""
     folder = tmp_path / "run"
     settings = config(
@@ -256,7 +244,7 @@ def test_a_run_on_rows_from_python_goes_on_from_the_command_line(
     assert carry_out(_config(["run.steps=3"], folder), folder).steps == 3
 
 
-def test_such_a_run_is_exported_and_reported(trained: Path, tmp_path: Path) -> None:
+def test_such_a_run_is_exported_and_reported(trained, tmp_path):
     from tba.report import report
 
     assert (Path(share(trained, tmp_path / "model")) / "config.json").is_file()
@@ -319,9 +307,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_mistake_is_refused_before_anything_starts(
-    tiny_model: Path, tmp_path: Path, case: str
-) -> None:
+def test_a_mistake_is_refused_before_anything_starts(tiny_model, tmp_path, case):
     settings, arguments, message = REFUSED[case]
     arguments = {"held_out_data": EVALUATED} | arguments
     with pytest.raises(ValueError) as error:
@@ -330,9 +316,7 @@ def test_a_mistake_is_refused_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_function_of_a_module_that_no_process_could_import_is_refused(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_function_of_a_module_that_no_process_could_import_is_refused(tiny_model, tmp_path):
     namespace: dict[str, Any] = {"__name__": "typed_in_somewhere"}
     exec("def reward(completions):\n    return [0.0] * len(completions)", namespace)
     with pytest.raises(ValueError, match="cannot import 'typed_in_somewhere'; put its folder on"):
@@ -344,13 +328,13 @@ def test_a_function_of_a_module_that_no_process_could_import_is_refused(
         )  # fmt: skip
 
 
-def test_a_local_run_needs_no_pickling(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_local_run_needs_no_pickling(tiny_model, tmp_path):
     settings = config(tiny_model, tmp_path / "run")
     result = tba.train(settings, data=ROWS, reward=holding_a_lock(), held_out_data=EVALUATED)
     assert result.summary.finished
 
 
-def test_rows_may_be_a_data_set_or_a_data_frame() -> None:
+def test_rows_may_be_a_data_set_or_a_data_frame():
     frame = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "level": [1, 2]})
     frame = frame.astype({"level": "int32"}).assign(share=[0.5, None], answer=["2", None])
     rows = [

@@ -1,9 +1,6 @@
 """A run that loses its trainer goes on from its newest checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +38,7 @@ def losing(monkeypatch: pytest.MonkeyPatch) -> Losing:
     return lose
 
 
-def test_a_run_that_loses_its_trainer_ends_like_one_that_does_not(
-    tiny_model: Path, tmp_path: Path, losing: Losing
-) -> None:
+def test_a_run_that_loses_its_trainer_ends_like_one_that_does_not(tiny_model, tmp_path, losing):
     """It says why, and how many steps it takes again."""
     settings = ("checkpoint.every=2", "run.steps=7")
     run(config(tiny_model, tmp_path / "whole", *settings))
@@ -61,9 +56,7 @@ def test_a_run_that_loses_its_trainer_ends_like_one_that_does_not(
     end_alike(tmp_path / "whole", tmp_path / "part")
 
 
-def test_a_run_without_restarts_left_says_how_to_go_on(
-    tiny_model: Path, tmp_path: Path, losing: Losing
-) -> None:
+def test_a_run_without_restarts_left_says_how_to_go_on(tiny_model, tmp_path, losing):
     losing(3, 3)
     folder = tmp_path / "run"
     given = config(tiny_model, folder, "checkpoint.every=2", "trainer.max_restarts=1")
@@ -74,18 +67,14 @@ def test_a_run_without_restarts_left_says_how_to_go_on(
     assert steps(folder) == [*range(1, 9)]
 
 
-def test_a_run_without_a_checkpoint_never_begins_anew(
-    tiny_model: Path, tmp_path: Path, losing: Losing
-) -> None:
+def test_a_run_without_a_checkpoint_never_begins_anew(tiny_model, tmp_path, losing):
     taken = losing(1)
     with pytest.raises(TrainerLost, match=r"no checkpoint yet: remove its folder \(`rm -r "):
         run(config(tiny_model, tmp_path / "run", "checkpoint.every=2"))
     assert taken == [0]
 
 
-def test_a_step_that_is_not_finite_restarts_nothing(
-    tiny_model: Path, tmp_path: Path, losing: Losing
-) -> None:
+def test_a_step_that_is_not_finite_restarts_nothing(tiny_model, tmp_path, losing):
     losing(3, error=NotFinite("step 3: loss nan"))
     with pytest.raises(NotFinite):
         run(config(tiny_model, tmp_path / "run", "checkpoint.every=2"))
@@ -106,9 +95,9 @@ def lost(*_: Any, **__: Any) -> None:
     ids=["publication", "save", "writing"],
 )
 def test_a_trainer_that_is_lost_elsewhere_is_no_fault_of_searchers(
-    owner: type, name: str, failing: Any, tiny_model: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    owner, name, failing, tiny_model, tmp_path,
+    monkeypatch
+):  # fmt: skip
     """The run is not saved through its lost trainer: it goes on from the checkpoint before."""
     calls: list[int] = []
     known = vars(owner)[name]

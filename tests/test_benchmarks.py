@@ -29,7 +29,7 @@ def measure() -> ModuleType:
     return module_at(BENCHMARKS / "_measure.py")
 
 
-def test_a_script_replaces_only_its_own_rows(measure: ModuleType, tmp_path: Path) -> None:
+def test_a_script_replaces_only_its_own_rows(measure, tmp_path):
     options = argparse.Namespace(results=tmp_path / "results.json", tiny=False)
     ours, peer = [1.0, 2.0, 3.0, 4.0, 9.0], [6.0, 6.0, 6.0, 7.0, 5.0]
     first = measure.row("a", ours, "s", peer, goal="ratio >= 2")
@@ -51,15 +51,13 @@ def test_a_script_replaces_only_its_own_rows(measure: ModuleType, tmp_path: Path
     assert json.loads(options.results.read_text()) == rows
 
 
-def test_few_measurements_are_refused_without_a_reason(measure: ModuleType) -> None:
+def test_few_measurements_are_refused_without_a_reason(measure):
     with pytest.raises(ValueError, match="fewer than 5"):
         measure.row("a", [1.0, 2.0], "s")
     assert measure.row("a", [1.0, 2.0, 4.0], "s", fewer=True, note="three seeds").value == 2
 
 
-def test_the_models_of_gpu_sh_have_a_token_for_each_id(
-    measure: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_models_of_gpu_sh_have_a_token_for_each_id(measure, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = importlib.import_module("_gpu")
@@ -75,9 +73,7 @@ def scripts() -> list[str]:
 
 
 @pytest.mark.parametrize("name", scripts())
-def test_every_script_says_what_it_does(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_script_says_what_it_does(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
@@ -86,7 +82,7 @@ def test_every_script_says_what_it_does(
     assert len(capsys.readouterr().out.splitlines()) > 3
 
 
-def test_the_runner_knows_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_knows_every_script(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runner = importlib.import_module("run")
     known = {script.name for script in runner.SCRIPTS}
@@ -95,7 +91,7 @@ def test_the_runner_knows_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usual <= 40, "`make bench` promises at most 40 minutes"
 
 
-def test_results_are_rows_and_the_docs_show_them(measure: ModuleType) -> None:
+def test_results_are_rows_and_the_docs_show_them(measure):
     rows = measure.read()
     fields = {f.name for f in dataclasses.fields(measure.Row)}
     for row in rows:
@@ -109,7 +105,7 @@ def test_results_are_rows_and_the_docs_show_them(measure: ModuleType) -> None:
     assert measure.page_with(text, rows) == text, "run `python benchmarks/_measure.py`"
 
 
-def test_the_docs_list_exactly_the_goals_that_were_not_reached(measure: ModuleType) -> None:
+def test_the_docs_list_exactly_the_goals_that_were_not_reached(measure):
     text = measure.PAGE.read_text()
     _, _, rest = text.partition("## Goals that were not reached")
     items = re.findall(r"^- \*\*(.*?)\*\*", rest.partition("\n## ")[0], re.MULTILINE)
@@ -119,7 +115,7 @@ def test_the_docs_list_exactly_the_goals_that_were_not_reached(measure: ModuleTy
     assert sorted(listed) == pytest.approx(sorted(missed), rel=0.005)
 
 
-def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure: ModuleType) -> None:
+def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure):
     readme = (BENCHMARKS.parent / "README.md").read_text()
     rows = {(row["name"], row["peer_is"]): row for row in measure.read()}
 
@@ -149,7 +145,7 @@ def thresholds(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("_thresholds")
 
 
-def test_every_page_has_the_ranges_over_all_scores(thresholds: ModuleType) -> None:
+def test_every_page_has_the_ranges_over_all_scores(thresholds):
     found = {}
     for title, (trl, *synchronous) in thresholds.comparisons().items():
         against_trl = "; ".join(filter(None, (trl.range, trl.missed)))
@@ -170,7 +166,7 @@ def test_every_page_has_the_ranges_over_all_scores(thresholds: ModuleType) -> No
     assert thresholds.page_with(page) == page, "run `python benchmarks/_thresholds.py`"
 
 
-def test_times_to_a_score_are_medians_of_first_crossings(thresholds: ModuleType) -> None:
+def test_times_to_a_score_are_medians_of_first_crossings(thresholds):
     """Three seeds: one falls below again, one jumps over both scores, one stays below .50."""
     curves = [
         [(0, 0.2), (10, 0.4), (20, 0.3), (30, 0.5)],
@@ -190,7 +186,7 @@ def test_times_to_a_score_are_medians_of_first_crossings(thresholds: ModuleType)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_gpu_sh_runs_to_its_end_without_a_gpu(tmp_path: Path) -> None:
+def test_gpu_sh_runs_to_its_end_without_a_gpu(tmp_path):
     """Parts that this machine cannot run are named, and no other is missing."""
     script = ["bash", str(BENCHMARKS / "gpu.sh"), "--results", str(tmp_path / "results.json")]
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}

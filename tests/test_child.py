@@ -1,7 +1,5 @@
 """A child process ends with its parent, and with all that it has started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -55,7 +53,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, kernel: bool) -> None:
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path, kernel):
     file = tmp_path / "pids"
     middle = Child("test_child:parent", str(file), kernel)
     pid, started = numbers(file)
@@ -66,21 +64,21 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, kernel: bool)
     os.kill(started, signal.SIGKILL)
 
 
-def test_a_kill_ends_what_the_child_has_started(tmp_path: Path) -> None:
+def test_a_kill_ends_what_the_child_has_started(tmp_path):
     child = Child("test_child:hang", str(tmp_path / "pids"), True)
     pids = numbers(tmp_path / "pids")
     child.kill()
     assert child.status == -signal.SIGKILL and waits(lambda: all(map(gone, pids)))
 
 
-def test_the_end_of_the_link_is_waited_for(tmp_path: Path) -> None:
+def test_the_end_of_the_link_is_waited_for(tmp_path):
     child = Child("test_child:hang", str(tmp_path / "pids"), False)
     pids = numbers(tmp_path / "pids")
     child.end(SECONDS)
     assert child.status == 3 and waits(lambda: all(map(gone, pids)))
 
 
-def test_a_cleanup_spares_strangers(tmp_path: Path) -> None:
+def test_a_cleanup_spares_strangers(tmp_path):
     """A process without the mark belongs to it if it writes to the folder, and not if it reads."""
     folder = tmp_path / "session"
     folder.mkdir()

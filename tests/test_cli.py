@@ -1,7 +1,5 @@
 """The command line: what it prints, and the mistakes that it refuses before anything starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -104,9 +102,7 @@ def folder(
 
 
 @pytest.mark.parametrize("setting", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_starts(
-    setting: str, folder: Path, command: Command
-) -> None:
+def test_a_mistake_is_one_line_before_anything_starts(setting, folder, command):
     before = set(folder.iterdir())
     ended = command("train", "run.toml", setting)
     assert (ended.status, ended.out) == (2, f"{FIRST_LINE}\n")
@@ -115,9 +111,7 @@ def test_a_mistake_is_one_line_before_anything_starts(
     assert set(folder.iterdir()) == before  # no run folder
 
 
-def test_a_tokenizer_without_pad_will_do(
-    make_model: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_without_pad_will_do(make_model, tmp_path, capfd):
     """Masks come from lengths, so that the pad token may be any, even EOS."""
     model = str(make_model(pad=None))
     capfd.readouterr()
@@ -127,7 +121,7 @@ def test_a_tokenizer_without_pad_will_do(
     assert capfd.readouterr().err == ""  # no library draws progress bars across the console
 
 
-def test_the_advice_about_eos_works(make_model: Callable[..., Path]) -> None:
+def test_the_advice_about_eos_works(make_model):
     bare = str(make_model(eos=None))
     assert load_text(PolicyTable(model=bare, eos_token="<eos>")).eos_ids == {1}
     zero = load_text(PolicyTable(model=bare, eos_token="<pad>"))
@@ -136,9 +130,7 @@ def test_the_advice_about_eos_works(make_model: Callable[..., Path]) -> None:
         load_text(PolicyTable(model=bare, eos_token="</s>"))
 
 
-def test_a_dry_run_prints_the_whole_config_and_starts_nothing(
-    folder: Path, command: Command
-) -> None:
+def test_a_dry_run_prints_the_whole_config_and_starts_nothing(folder, command):
     before = set(folder.iterdir())
     ended = command("train", "run.toml", "--dry-run", "objective=rloo", "objective.beta=0.3")
     left = {file for file in folder.iterdir() if file.name != "__pycache__"}
@@ -150,15 +142,15 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(
     assert (printed.trainer.batch_size, printed.run.steps) == (12, Config().run.steps)
 
 
-def test_the_embedded_default_is_sound() -> None:
+def test_the_embedded_default_is_sound():
     check(load())
 
 
-def test_the_version_is_printed(command: Command) -> None:
+def test_the_version_is_printed(command):
     assert command("--version").out == f"tba {tba.__version__}\n"
 
 
-def test_list_tells_every_plugin_and_table(command: Command) -> None:
+def test_list_tells_every_plugin_and_table(command):
     lines = [line.split() for line in command("list").out.splitlines()]
     shipped = [name for kind in KINDS for name in (kind, *names(kind))]
     assert [line[0] for line in lines[:-1] if line] == shipped
@@ -175,10 +167,10 @@ def test_list_tells_every_plugin_and_table(command: Command) -> None:
         ("objective", "[objective]"),
     ],
 )
-def test_list_tells_options_and_keys(name: str, said: str, command: Command) -> None:
+def test_list_tells_options_and_keys(name, said, command):
     assert said in command("list", name).out
 
 
-def test_the_help_says_when_completions_are_written(command: Command) -> None:
+def test_the_help_says_when_completions_are_written(command):
     shown = " ".join(command("eval", "--help").out.replace("│", " ").split())
     assert "Completions are written only with --completions FILE." in shown

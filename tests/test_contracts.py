@@ -3,8 +3,6 @@
 A new file in a plug-in folder is tested here on arrival.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -108,7 +106,7 @@ async def finished(scores: Awaitable[Sequence[float | None]]) -> Sequence[float 
     return await scores
 
 
-def test_task_prompts_have_unique_ids_that_stay(task: Task) -> None:
+def test_task_prompts_have_unique_ids_that_stay(task):
     prompts, held_out = task.prompts(), task.held_out()
     ids = [p.id for p in (*prompts, *held_out)]
     assert prompts and held_out
@@ -117,14 +115,14 @@ def test_task_prompts_have_unique_ids_that_stay(task: Task) -> None:
     assert all(p.text for p in (*prompts, *held_out))
 
 
-def test_task_prompts_are_plain_json(task: Task) -> None:
+def test_task_prompts_are_plain_json(task):
     """They are stored with the replay buffer."""
     for prompt in (*task.prompts(), *task.held_out()):
         plain = {"id": prompt.id, "text": prompt.text, "columns": dict(prompt.columns)}
         assert Prompt(**json.loads(json.dumps(plain))) == prompt
 
 
-def test_task_gives_every_answer_a_score(task: Task) -> None:
+def test_task_gives_every_answer_a_score(task):
     prompt = task.prompts()[-1]
     texts = ("", "7", "14", "no idea", "é\n#### 6")
     answers = [Answer(text, finished=i % 2 == 0) for i, text in enumerate(texts)]
@@ -141,7 +139,7 @@ class NoTask:
     """A class that does not inherit from Task."""
 
 
-def test_a_task_must_inherit() -> None:
+def test_a_task_must_inherit():
     plugin = resolve("tasks", "task", "test_contracts.NoTask", {})
     with pytest.raises(ValueError, match=r"^NoTask must inherit .*; write: class NoTask\(Task\)$"):
         build_task(plugin, None)
@@ -178,9 +176,7 @@ def draw(
 
 @pytest.mark.parametrize("prompts", [1, 4, 5, 7])
 @pytest.mark.parametrize("responses", [1, 2, 3, 4, 11])
-def test_strategy_gives_exactly_so_many_groups_of_such_size(
-    strategy: Strategy, prompts: int, responses: int
-) -> None:
+def test_strategy_gives_exactly_so_many_groups_of_such_size(strategy, prompts, responses):
     """Also with a single prompt, and where a prompt has fewer responses than a group needs."""
     buffer = buffer_of(prompts, responses)
     held = dict(identity(buffer.groups()))
@@ -192,23 +188,21 @@ def test_strategy_gives_exactly_so_many_groups_of_such_size(
             assert len(set(tokens)) == min(SIZE, responses)  # none twice, unless all are there
 
 
-def test_strategy_gives_every_prompt_its_turn(strategy: Strategy) -> None:
+def test_strategy_gives_every_prompt_its_turn(strategy):
     buffer = buffer_of(2, 4)  # all of the latest step
     seen = {prompt for seed in range(20) for prompt, _ in identity(draw(strategy, buffer, seed))}
     assert seen == {"prompt-0", "prompt-1"}
 
 
 @pytest.mark.parametrize("spread", [1e3, 1e6, 1e30])
-def test_strategy_survives_rewards_whose_softmax_underflows(
-    strategy: Strategy, spread: float
-) -> None:
+def test_strategy_survives_rewards_whose_softmax_underflows(strategy, spread):
     buffer = buffer_of(7, 4, reward=lambda k: (-1) ** k * k * spread)
     for seed in range(10):
         for group in draw(strategy, buffer, seed):
             assert len({t.tokens.tobytes() for t in group.trajectories}) == SIZE
 
 
-def test_strategy_is_decided_by_the_random_generator(strategy: Strategy) -> None:
+def test_strategy_is_decided_by_the_random_generator(strategy):
     buffer = buffer_of(7, 11)
     drawn = [identity(draw(strategy, buffer, seed)) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -239,21 +233,19 @@ def choices(selection: Selection, counts: Sequence[int]) -> list[str]:
     return chosen
 
 
-def test_selection_chooses_without_end(make_selection: Callable[[int], Selection]) -> None:
+def test_selection_chooses_without_end(make_selection):
     """Also more at once than there are; and each prompt has a chance."""
     assert set(choices(make_selection(0), [1, 3, 20, 7, 0, *[1] * 200])) == {p.id for p in PROMPTS}
 
 
-def test_selection_is_decided_by_its_seed(make_selection: Callable[[int], Selection]) -> None:
+def test_selection_is_decided_by_its_seed(make_selection):
     torch.rand(1), np.random.rand()
     chosen = [choices(make_selection(seed), [3, 4, 5]) for seed in (1, 1, 2)]
     assert chosen[0] == chosen[1] != chosen[2]
 
 
 @pytest.mark.parametrize("before", [[], [1], [3, 5], [4] * 10])
-def test_a_restored_selection_goes_on_as_it_would_have(
-    make_selection: Callable[[int], Selection], before: list[int]
-) -> None:
+def test_a_restored_selection_goes_on_as_it_would_have(make_selection, before):
     whole, restored = make_selection(3), make_selection(3)
     choices(whole, before)
     state = whole.state()
@@ -302,15 +294,13 @@ def gradients(
     )
 
 
-def test_an_underscore_hides_what_is_no_plugin() -> None:
+def test_an_underscore_hides_what_is_no_plugin():
     assert not [name for name in names("objectives") if name.startswith("_")]
     with pytest.raises(ValueError, match="no objectives called '_terms'"):
         resolve("objectives", "objective", "_terms", {})
 
 
-def test_objective_gives_a_finite_loss_for_each_group(
-    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
-) -> None:
+def test_objective_gives_a_finite_loss_for_each_group(objective, batch, logp, head):
     loss, metrics = call(objective, logp, batch, head)
     assert loss.shape == (3,) and loss.isfinite().all()
     for gradient in gradients(loss.sum(), logp, head):
@@ -319,9 +309,7 @@ def test_objective_gives_a_finite_loss_for_each_group(
         assert values.shape == (3,) and values.isfinite().all() and not values.requires_grad
 
 
-def test_objective_gives_padding_no_gradient_and_no_say(
-    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
-) -> None:
+def test_objective_gives_padding_no_gradient_and_no_say(objective, batch, logp, head):
     loss, _ = call(objective, logp, batch, head)
     for gradient in gradients(loss.sum(), logp, head):
         assert gradient.ndim == 1 or not gradient[~batch.mask].any()
@@ -333,9 +321,7 @@ def test_objective_gives_padding_no_gradient_and_no_say(
     torch.testing.assert_close(other, loss)
 
 
-def test_objective_does_not_look_at_other_groups(
-    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
-) -> None:
+def test_objective_does_not_look_at_other_groups(objective, batch, logp, head):
     loss, metrics = call(objective, logp, batch, head)
     for b in range(3):
         alone = batch.groups([b])  # its padding trimmed to what it needs
@@ -349,9 +335,7 @@ def test_objective_does_not_look_at_other_groups(
             assert not gradient[[i for i in range(3) if i != b]].any()
 
 
-def test_objective_survives_equal_rewards(
-    objective: Any, batch: Batch, logp: torch.Tensor, head: torch.Tensor | None
-) -> None:
+def test_objective_survives_equal_rewards(objective, batch, logp, head):
     """Where a baseline leaves nothing, and a division by the rewards' spread would be one by 0."""
     loss, _ = call(objective, logp, replace(batch, reward=torch.ones_like(batch.reward)), head)
     assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head)))
@@ -369,8 +353,8 @@ OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("name", "options"), [*((n, {}) for n in names("objectives")), *OTHER_OPTIONS]
 )
 def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
-    name: str, options: dict[str, Any], batch: Batch, logp: torch.Tensor
-) -> None:
+    name, options, batch, logp
+):
     objective: Any = resolve("objectives", "objective", name, options).at(0)
     head = torch.zeros(len(batch)) if name == "tb_learned_z" else torch.zeros_like(logp)
     noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(3)) * batch.mask
@@ -386,14 +370,7 @@ def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
 
 @pytest.mark.parametrize("distance", [-90.0, 90.0])
 @pytest.mark.parametrize("other", ["behavior_logp", "ref_logp"])
-def test_objective_survives_a_policy_far_away(
-    objective: Any,
-    batch: Batch,
-    logp: torch.Tensor,
-    head: torch.Tensor | None,
-    other: str,
-    distance: float,
-) -> None:
+def test_objective_survives_a_policy_far_away(objective, batch, logp, head, other, distance):
     """e^90 at each token, from the behaviour policy or the reference: more than a float32 holds."""
     far = replace(batch, **{other: getattr(batch, other) + distance * batch.mask})
     loss, metrics = call(objective, logp, far, head)
@@ -470,7 +447,7 @@ def tokens(answers: list[list[Completion]]) -> list[list[list[int]]]:
     return [[c.tokens.tolist() for c in cs] for cs in answers]
 
 
-def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: Tokenizer) -> None:
+def test_engine_gives_the_same_answers_for_the_same_seed(engine, text):
     first = ask(engine, text, seed=1)
     torch.rand(3)  # what else is random in the process does not matter
     state = torch.get_rng_state()
@@ -483,9 +460,7 @@ def test_engine_gives_the_same_answers_for_the_same_seed(engine: Engine, text: T
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 6])
-def test_engine_ends_answers_with_eos_or_at_the_limit(
-    engine: Engine, text: Tokenizer, max_tokens: int
-) -> None:
+def test_engine_ends_answers_with_eos_or_at_the_limit(engine, text, max_tokens):
     answers = [ask(engine, text, seed, max_tokens) for seed in range(5)]
     assert [[len(cs) for cs in found] for found in answers] == [[7, 7, 7]] * 5
     for c in (c for found in answers for cs in found for c in cs):
@@ -503,9 +478,7 @@ def wordy_model(make_model: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize("stop", [("4",), ("1+",), ("6=", "=1")])
-def test_engine_ends_answers_with_a_stop_string(
-    engine_of: Callable[[Path], Engine], wordy_model: Path, stop: tuple[str, ...]
-) -> None:
+def test_engine_ends_answers_with_a_stop_string(engine_of, wordy_model, stop):
     """A response ends with the token that completes one, whole, and nothing else changes.
 
     "4" is a token, and a part of one; "1+" always spans two tokens; "6=" may be one token or two.
@@ -533,23 +506,21 @@ def test_engine_ends_answers_with_a_stop_string(
         assert any(s.endswith("+4=") for s in spoken)  # what follows in the token is kept
 
 
-def test_engine_is_greedy_at_temperature_0(engine: Engine, text: Tokenizer) -> None:
+def test_engine_is_greedy_at_temperature_0(engine, text):
     greedy, again = (tokens(ask(engine, text, seed, temperature=0.0)) for seed in (1, 2))
     assert greedy == again
     for first, *others in greedy:
         assert all(other == first for other in others)
 
 
-def test_engine_gives_two_threads_what_it_gives_one(engine: Engine, text: Tokenizer) -> None:
+def test_engine_gives_two_threads_what_it_gives_one(engine, text):
     alone = [tokens(ask(engine, text, seed)) for seed in range(4)]
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(lambda seed: tokens(ask(engine, text, seed)), range(4)))
     assert together == alone
 
 
-def test_engine_loads_weights_while_it_generates(
-    make_engine: Callable[[], Engine], newer: Weights, text: Tokenizer
-) -> None:
+def test_engine_loads_weights_while_it_generates(make_engine, newer, text):
     """A completion has the version that began it; later ones are those of the newer weights."""
     engine, other = make_engine(), make_engine()
     with ThreadPoolExecutor(2) as threads:
@@ -565,9 +536,7 @@ def test_engine_loads_weights_while_it_generates(
     assert tokens(after) == tokens(ask(other, text, seed=2))
 
 
-def test_transformers_loads_weights_between_two_batches(
-    wide_model: Path, text: Tokenizer, newer: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_loads_weights_between_two_batches(wide_model, text, newer, monkeypatch):
     """A load waits for the batch that runs and goes before the next; random numbers continue."""
     policy = PolicyTable(model=str(wide_model))
     engine = Transformers(policy, text, "cpu", False, SAMPLING, batch_size=3)
@@ -590,7 +559,7 @@ def test_transformers_loads_weights_between_two_batches(
     assert tokens(answers)[2] == whole[2]
 
 
-def test_transformers_samples_do_not_depend_on_the_batch(wide_model: Path, text: Tokenizer) -> None:
+def test_transformers_samples_do_not_depend_on_the_batch(wide_model, text):
     """The same numbers choose the same tokens, whatever else runs; log-probs are the model's."""
     policy = PolicyTable(model=str(wide_model))
     given = (policy, text, "cpu", False, SAMPLING)

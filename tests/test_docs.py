@@ -1,7 +1,5 @@
 """The documentation says what the code says."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -27,14 +25,14 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 PAGES = [page for page in PAGES if page.name != "keys.md"]  # generated
 
 
-def test_every_key_and_option_is_described() -> None:
+def test_every_key_and_option_is_described():
     page = module_at(ROOT / "scripts" / "write_configuration.py").page()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) > 200
     assert [row for row in rows if re.search(r"\|\s*\|", row.replace("\\|", ""))] == []
 
 
-def test_the_keys_that_matter_have_their_defaults() -> None:
+def test_the_keys_that_matter_have_their_defaults():
     page = (ROOT / "docs" / "configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+)\.(\w+)` \| `?(.+?)`? \|", page, re.MULTILINE)
     assert len(rows) == 20
@@ -43,7 +41,7 @@ def test_the_keys_that_matter_have_their_defaults() -> None:
         assert defaults[table].get(key) == (None if shown == "none" else json.loads(shown)), key
 
 
-def test_every_panel_and_every_warning_is_explained() -> None:
+def test_every_panel_and_every_warning_is_explained():
     page = (ROOT / "docs" / "watching.md").read_text()
     panels, warnings = page.partition("## The twelve panels")[2].split("## Warnings")
     assert re.findall(r"^\| (.+?) \|", panels, re.MULTILINE)[2:] == [p.title for p in PANELS]
@@ -53,14 +51,14 @@ def test_every_panel_and_every_warning_is_explained() -> None:
             assert f"`warn.{key} = {field.default}`" in warnings
 
 
-def test_the_table_of_metrics_is_the_one_of_the_package() -> None:
+def test_the_table_of_metrics_is_the_one_of_the_package():
     page = (ROOT / "docs" / "watching.md").read_text().partition("## All metrics")[2]
     rows = re.findall(r"^\| `(.+?)` \| (.+) \|$", page, re.MULTILINE)
     groups = [group.metrics for group in (*PANELS, *SECTIONS)]
     assert rows == [(metric.name, metric.meaning) for metrics in groups for metric in metrics]
 
 
-def test_the_architecture_page_quotes_the_loop() -> None:
+def test_the_architecture_page_quotes_the_loop():
     assert (
         f"```python\n{inspect.getsource(run.train)}```"
         in (ROOT / "docs" / "architecture.md").read_text()
@@ -68,7 +66,7 @@ def test_the_architecture_page_quotes_the_loop() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     text = page.read_text()
     for picture in re.findall(r'\b(?:src|srcset)="([^"]+)"', text):
         assert (page.parent / picture).is_file(), picture
@@ -81,7 +79,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         }, anchor
 
 
-def test_the_configs_of_the_scaling_page_are_accepted() -> None:
+def test_the_configs_of_the_scaling_page_are_accepted():
     """Keys and options; adapters get the learning rate that the key's own help advises."""
     tables = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
     assert len(tables) >= 6
@@ -91,7 +89,7 @@ def test_the_configs_of_the_scaling_page_are_accepted() -> None:
         assert config.policy.lora is None or config.trainer.learning_rate == 3e-4
 
 
-def test_the_cluster_of_the_scaling_page_is_one_of_kuberay() -> None:
+def test_the_cluster_of_the_scaling_page_is_one_of_kuberay():
     """All pods have GPUs, shared memory of their own, and the volume that `tba train` is told."""
     (text,) = re.findall(
         r"```yaml\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL
@@ -109,7 +107,7 @@ def test_the_cluster_of_the_scaling_page_is_one_of_kuberay() -> None:
     assert len(groups) == 2
 
 
-def test_the_diagram_of_the_architecture_page_needs_no_network_and_no_script() -> None:
+def test_the_diagram_of_the_architecture_page_needs_no_network_and_no_script():
     text = (ROOT / "docs" / "architecture.svg").read_text()
     parts = list(ElementTree.fromstring(text).iter())
     assert {part.tag.rpartition("}")[2] for part in parts} <= {
@@ -119,12 +117,12 @@ def test_the_diagram_of_the_architecture_page_needs_no_network_and_no_script() -
     assert all("```mermaid" not in page.read_text() for page in PAGES)
 
 
-def test_experiments_in_the_readme_exist() -> None:
+def test_experiments_in_the_readme_exist():
     for name in re.findall(r"(?:experiments|examples)/\w+\.\w+", (ROOT / "README.md").read_text()):
         assert (ROOT / name).is_file(), name
 
 
-def test_the_results_are_those_of_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_results_are_those_of_the_study(monkeypatch):
     """Every table of the page, from the rows that are kept beside the study."""
     monkeypatch.syspath_prepend(str(ROOT / "studies" / "off_policy"))
     tables = importlib.import_module("tables")
@@ -134,7 +132,7 @@ def test_the_results_are_those_of_the_study(monkeypatch: pytest.MonkeyPatch) -> 
     assert tables.written(page, found) == page
 
 
-def test_the_site_is_built(tmp_path: Path) -> None:
+def test_the_site_is_built(tmp_path):
     """As `make docs` does: a warning, such as one of a link that leads nowhere, is an error."""
     pytest.importorskip("myst_parser", reason="an extra: pip install -e '.[docs]'")
     script = module_at(ROOT / "scripts" / "write_configuration.py")

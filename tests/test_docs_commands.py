@@ -3,8 +3,6 @@
 They run in a folder with the files of the quick start and a small run. Training is a dry run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -141,9 +139,7 @@ def stood_in(words: list[str], model: Path, problems: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if commands(text)])
-def test_the_commands_of_a_page_run(
-    page: str, finished: Path, model: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_page_run(page, finished, model, problems, monkeypatch):
     monkeypatch.chdir(finished)
     monkeypatch.syspath_prepend(ROOT / "examples")  # as docs/extending.md says
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -156,7 +152,7 @@ def test_the_commands_of_a_page_run(
             call(stood_in(shlex.split(command)[1:], model, problems), monkeypatch)
 
 
-def test_the_commands_that_run_elsewhere_are_in_the_docs() -> None:
+def test_the_commands_that_run_elsewhere_are_in_the_docs():
     shown = {command for text in PAGES.values() for command in commands(text)}
     assert ELSEWHERE.keys() <= shown
     assert all((ROOT / "tests" / name).is_file() for name in ELSEWHERE.values())

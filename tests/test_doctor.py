@@ -1,11 +1,9 @@
 """The doctor names each thing that is off in a sentence, and one that is off hides no other."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +42,7 @@ def examined(chosen: Config, shared: Path) -> tuple[list[str], list[str]]:
     return "\n".join(lines).splitlines(), off
 
 
-def test_all_is_well_where_a_run_works(tiny_model: Path, tmp_path: Path) -> None:
+def test_all_is_well_where_a_run_works(tiny_model, tmp_path):
     """The run is the config's, with its engine and its reward. Nothing is left of it."""
     lines, off = examined(config(tiny_model, tmp_path / "run"), tmp_path)
     assert off == [] and lines[-1] == "off: nothing"
@@ -56,9 +54,7 @@ def test_all_is_well_where_a_run_works(tiny_model: Path, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_off_hides_nothing_else(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_off_hides_nothing_else(tiny_model, tmp_path, monkeypatch):
     """Shared memory that cannot be written to, an old vLLM, and a check with a mistake of ours."""
 
     def broken() -> Iterator[Finding]:
@@ -81,7 +77,7 @@ def test_what_is_off_hides_nothing_else(
     assert [line for line in lines if line in SECTIONS] == SECTIONS
 
 
-def test_a_model_without_its_head_is_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_without_its_head_is_named(make_model, tmp_path):
     whole = make_model(tied=False)
     bare = tmp_path / "bare"
     AutoModel.from_pretrained(whole).save_pretrained(bare)
@@ -90,9 +86,7 @@ def test_a_model_without_its_head_is_named(make_model: Callable[..., Path], tmp_
     assert "bare'" in sentence and "missing: lm_head.weight" in sentence
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_named(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_the_checkpoints_is_named(tiny_model, tmp_path, monkeypatch):
     """A short run has one, a whole run has three at times."""
     real = shutil.disk_usage
     there = tmp_path / "there"
@@ -106,7 +100,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(
     assert f"{there} has 0.1 MB free, and checkpoints take" in sentence
 
 
-def test_the_machines_of_a_cluster_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_of_a_cluster_are_shown(monkeypatch):
     nodes = [Node("one", 8, "torch 2.13.0", 1e9), Node("two", 0, "torch 2.13.0", 1e7)]
     monkeypatch.setattr(cluster, "look_at_nodes", lambda settings: nodes)
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
@@ -115,7 +109,7 @@ def test_the_machines_of_a_cluster_are_shown(monkeypatch: pytest.MonkeyPatch) ->
     assert two.off.startswith("two receives 10.0 MB/s: weights arrive late")
 
 
-def test_gpus_are_shown_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_shown_with_what_is_free(monkeypatch):
     """Stand-ins for a machine with two GPUs, of which another program has one."""
     free = {0: (60 * 10**9, 80 * 10**9), 1: (10**9, 80 * 10**9)}
     cuda = SimpleNamespace(
@@ -133,9 +127,7 @@ def test_gpus_are_shown_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> No
     assert second.off.startswith("cuda:1 has 1.0 GB of 80.0 GB free; end what uses it")
 
 
-def test_a_driver_without_a_pytorch_for_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_without_a_pytorch_for_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
     assert [finding.off for finding in doctor._gpus()] == ["", ""]
@@ -144,7 +136,7 @@ def test_a_driver_without_a_pytorch_for_it_is_named(
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
-def test_every_experiment_has_a_short_run(path: Path, tmp_path: Path) -> None:
+def test_every_experiment_has_a_short_run(path, tmp_path):
     whole = load(path)
     short = small(whole, tmp_path)
     assert short.trainer.batch_size <= 4 * whole.trainer.devices
@@ -153,7 +145,7 @@ def test_every_experiment_has_a_short_run(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_and_shared_memory_for_reading_only(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_full_disk_and_shared_memory_for_reading_only(tiny_model, tmp_path):
     """Both are real, in a mount name space. The status is 1."""
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -1,7 +1,5 @@
 """Trajectory balance ends at its analytic optimum, whichever policy generated the data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,9 +44,7 @@ def distance_after_run(config: Config) -> float:
 
 
 @pytest.mark.parametrize("tapered", ["false", "true"])
-def test_local_with_data_eight_and_more_versions_old(
-    shallow_toy_model: Path, tmp_path: Path, tapered: str
-) -> None:
+def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path, tapered):
     old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.tapered={tapered}")
     config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=100")
     assert distance_after_run(config) < LIMIT
@@ -56,9 +52,7 @@ def test_local_with_data_eight_and_more_versions_old(
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8
 
 
-def test_exploration_at_random_temperatures_and_a_tempered_target(
-    shallow_toy_model: Path, tmp_path: Path
-) -> None:
+def test_exploration_at_random_temperatures_and_a_tempered_target(shallow_toy_model, tmp_path):
     """All searches explore; the target is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z."""
     explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=1.0")
     tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=80}")
@@ -73,7 +67,7 @@ def test_exploration_at_random_temperatures_and_a_tempered_target(
     assert max(distances) < LIMIT
 
 
-def test_ray(shallow_toy_model: Path, tmp_path: Path) -> None:
+def test_ray(shallow_toy_model, tmp_path):
     config = by_tb(
         shallow_toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent",
         "strategy.window=4", "runtime.publish_every=4", "run.steps=150",
@@ -81,7 +75,7 @@ def test_ray(shallow_toy_model: Path, tmp_path: Path) -> None:
     assert distance_after_run(config) < LIMIT
 
 
-def test_buffer_filled_by_a_uniform_policy(shallow_toy_model: Path, tmp_path: Path) -> None:
+def test_buffer_filled_by_a_uniform_policy(shallow_toy_model, tmp_path):
     """No sample comes from the policy or an earlier one: all answers have the same chance."""
     parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
     trainer = parts.trainer("cpu")
@@ -94,7 +88,7 @@ def test_buffer_filled_by_a_uniform_policy(shallow_toy_model: Path, tmp_path: Pa
     assert total_variation(trainer.policy, reference, parts.text, BETA) < LIMIT
 
 
-def test_dialogues(tmp_path: Path) -> None:
+def test_dialogues(tmp_path):
     """They come as often as they should, and training on them ends at the optimum.
 
     Both are compared with all dialogues, over the choices of the policy alone: what the environment
@@ -126,9 +120,7 @@ def test_dialogues(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("explore", [None, 1.3])
-def test_engine_samples_the_distribution_that_logp_states(
-    shallow_toy_model: Path, tmp_path: Path, explore: float | None
-) -> None:
+def test_engine_samples_the_distribution_that_logp_states(shallow_toy_model, tmp_path, explore):
     """At a temperature other than 1: frequencies match, and log-probs are the policy's.
 
     If it explores, frequencies are those of another temperature than log-probs.
@@ -171,8 +163,8 @@ def sample_switching(engine: Engine, newer: Weights, prompt: np.ndarray) -> list
 
 
 def test_importance_weights_are_unbiased_if_weights_change_within_responses(
-    shallow_toy_model: Path, tmp_path: Path
-) -> None:
+    shallow_toy_model, tmp_path
+):
     """pi / mu is exact by enumeration, with each token's log-prob under its own weights."""
     parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
     older, newer, live = (first_policy(parts.config) for _ in range(3))

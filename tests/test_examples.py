@@ -1,13 +1,10 @@
 """The examples of the docs are the files in examples/, and each of them runs."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json
 import re
 import string
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Answer, Prompt
 from tba.runs.offline import Result
 from tba.tasks import Task
-from tba.types import Batch, Sampling
+from tba.types import Sampling
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -80,11 +77,11 @@ def two_steps(result: Result) -> None:
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_the_page_shows_the_file(name: str) -> None:
+def test_the_page_shows_the_file(name):
     assert SHOWN[name] == (ROOT / name).read_text().removeprefix(f"# {name}\n")
 
 
-def test_the_page_shows_every_file() -> None:
+def test_the_page_shows_every_file():
     files = [*EXAMPLES.glob("mylab/*.py"), *EXAMPLES.glob("calc*")]
     files += [EXAMPLES / "python_api.py", EXAMPLES / "pairwise_judge.py"]
     files += EXAMPLES.glob("from_trl*")
@@ -92,18 +89,18 @@ def test_the_page_shows_every_file() -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_example_runs(name: str, small: list[str], tmp_path: Path) -> None:
+def test_the_example_runs(name, small, tmp_path):
     file = [f"engine.file={tmp_path / 'completions.jsonl'}"] if name == "engine" else []
     own = ["reward.isolate=none", "task.train_size=20", *RUNS[name], *file]
     two_steps(tba.train(load(None, [*small, *own])))
 
 
-def test_the_python_example_runs(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_example_runs(small, capsys):
     two_steps(importlib.import_module("python_api").main(small))
     assert "held-out reward" in capsys.readouterr().out
 
 
-def test_the_notebook_runs(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(small, monkeypatch):
     """Cell by cell within a running event loop, as in Jupyter, with other `parameters`."""
     monkeypatch.setenv("MPLBACKEND", "agg")
     path = EXAMPLES / "quick_start.ipynb"
@@ -126,7 +123,7 @@ def test_the_notebook_runs(small: list[str], monkeypatch: pytest.MonkeyPatch) ->
 # tests/test_contracts.py shows that the plug-ins keep the contracts.
 
 
-def test_the_objective_is_tb_within_delta(batch: Batch) -> None:
+def test_the_objective_is_tb_within_delta(batch):
     loss, metrics = resolve(
         "objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e6}
     ).build()(batch.behavior_logp, batch)
@@ -134,7 +131,7 @@ def test_the_objective_is_tb_within_delta(batch: Batch) -> None:
     assert not metrics["huber/linear"].any()
 
 
-def test_the_objective_grows_linearly_beyond_delta(batch: Batch) -> None:
+def test_the_objective_grows_linearly_beyond_delta(batch):
     huber = resolve(
         "objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e-3}
     ).build()
@@ -144,7 +141,7 @@ def test_the_objective_grows_linearly_beyond_delta(batch: Batch) -> None:
     torch.testing.assert_close(twice, once * 2, rtol=0.02, atol=0)
 
 
-def test_the_selection_begins_with_short_prompts() -> None:
+def test_the_selection_begins_with_short_prompts():
     prompts = [Prompt(str(n), "x" * n) for n in (5, 3, 9, 1, 7, 2, 8, 4, 6, 10)]
     selection = resolve(
         "selections", "selection", "mylab.short_prompts_first.ShortPromptsFirst", {"over": 90}
@@ -153,7 +150,7 @@ def test_the_selection_begins_with_short_prompts() -> None:
     assert (longest[0], longest[1] <= 2, longest[4] <= 5, max(longest[10:])) == (1, True, True, 10)
 
 
-def test_the_tasks_rewards() -> None:
+def test_the_tasks_rewards():
     from mylab.countdown_task import worth
 
     assert [
@@ -161,7 +158,7 @@ def test_the_tasks_rewards() -> None:
     ] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_the_engine_records(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_engine_records(tiny_model, tmp_path):
     policy = PolicyTable(model=str(tiny_model))
     text, record = load_text(policy), tmp_path / "completions.jsonl"
     engine: Engine = resolve(
@@ -174,7 +171,7 @@ def test_the_engine_records(tiny_model: Path, tmp_path: Path) -> None:
     assert [(row["version"], row["completion"]) for row in rows] == [(0, a) for a in answers]
 
 
-def test_the_pairwise_judge_shares_the_wins_of_a_group(make_model: Callable[..., Path]) -> None:
+def test_the_pairwise_judge_shares_the_wins_of_a_group(make_model):
     from pairwise_judge import QUESTION
 
     from tba.tasks.judges.guard import GuardModel

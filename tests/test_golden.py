@@ -9,8 +9,6 @@ Adam's first step. After an intended change, `TBA_GOLDEN=write pytest tests/test
 new files: read their diff.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -37,7 +35,7 @@ OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coe
 
 
 @pytest.mark.parametrize("objective", names("objectives"))
-def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path) -> None:
+def test_curves_are_as_they_were(objective, toy_model, tmp_path):
     own = (f"objective={objective}", *OPTIONS.get(objective, ()))
     tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, *own))
     rows = read(tmp_path / "run" / METRICS)
@@ -61,5 +59,5 @@ def test_curves_are_as_they_were(objective: str, toy_model: Path, tmp_path: Path
         assert found[name] == pytest.approx(curve, rel=later, abs=later / 10 * largest), name
 
 
-def test_golden_curves_are_of_objectives_that_exist() -> None:
+def test_golden_curves_are_of_objectives_that_exist():
     assert {file.stem for file in GOLDEN.glob("*.json")} == set(names("objectives"))

@@ -1,7 +1,5 @@
 """The shape of the package: imports point down, heavy ones have one home, files are short."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -66,7 +64,7 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     for path in FILES:
         own = part(path)
         if own == "__init__":
@@ -77,20 +75,20 @@ def test_imports_point_down() -> None:
                 assert not {own, other} <= PLUGINS, f"{path} imports {module}: plug-ins are apart"
 
 
-def test_heavy_libraries_have_one_home() -> None:
+def test_heavy_libraries_have_one_home():
     for path in FILES:
         for library in {module.split(".")[0] for module in imported(path)} & HEAVY.keys():
             assert str(path.relative_to(PACKAGE)) in HEAVY[library]
 
 
-def test_import_tba_is_light() -> None:
+def test_import_tba_is_light():
     heavy = ("torch", "ray", "transformers", "datasets", "pandas", "peft", "wandb")
     code = f"import tba, sys; print(*(m for m in {heavy} if m in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
 
 
-def test_files_functions_and_lines_are_short() -> None:
+def test_files_functions_and_lines_are_short():
     for path in FILES:
         lines = path.read_text().splitlines()
         assert len(lines) <= 450, path
@@ -115,13 +113,13 @@ def names_no_encoding(call: ast.Call) -> bool:
     return any(k.arg == "text" and ast.unparse(k.value) == "True" for k in call.keywords)
 
 
-def test_no_file_depends_on_the_locale() -> None:
+def test_no_file_depends_on_the_locale():
     for path in FILES:
         calls = [n for n in ast.walk(syntax_tree(path)) if isinstance(n, ast.Call)]
         assert [ast.unparse(call) for call in calls if names_no_encoding(call)] == [], path
 
 
-def test_files_of_tests_have_names_of_their_own() -> None:
+def test_files_of_tests_have_names_of_their_own():
     """Else pytest takes one for the other."""
     names = [path.name for path in PACKAGE.with_name("tests").rglob("test_*.py")]
     assert sorted(names) == sorted({*names})

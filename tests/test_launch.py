@@ -1,7 +1,5 @@
 """Batch files for Slurm: what they say, and what they start, with stand-ins for Slurm."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,7 +34,7 @@ def started(text: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_file_of_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_several_machines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "run.toml"
     config.write_text('[run]\nfolder = "runs/first"\n')
@@ -57,9 +55,7 @@ def test_the_file_of_several_machines(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_one_machine_with_names_that_a_shell_would_read(
-    is_new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_machine_with_names_that_a_shell_would_read(is_new, tmp_path, monkeypatch):
     """No Ray is started for it. A folder with checkpoints is resumed."""
     here = tmp_path / ODD
     here.mkdir()
@@ -85,9 +81,7 @@ def test_one_machine_with_names_that_a_shell_would_read(
         (["run.folder=r", "trainer.steps=3"], 1, "unknown key"),
     ],
 )
-def test_what_cannot_be_launched_is_one_sentence(
-    settings: list[str], nodes: int, error: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_launched_is_one_sentence(settings, nodes, error, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text("")
     with pytest.raises(ValueError, match=error):

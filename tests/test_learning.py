@@ -3,8 +3,6 @@
 All answers of the toy can be enumerated, so that expected rewards and distances are exact.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 
@@ -35,9 +33,7 @@ def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> l
 
 
 @pytest.mark.parametrize("objective", KL_IN_THE_REWARD)
-def test_kl_in_the_reward_ends_at_the_tilted_reference(
-    objective: str, shallow_toy_model: Path, tmp_path: Path
-) -> None:
+def test_kl_in_the_reward_ends_at_the_tilted_reference(objective, shallow_toy_model, tmp_path):
     """The total variation falls from .24 and more to below .07."""
     settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=100")
     for found in learned(shallow_toy_model, tmp_path, *settings):
@@ -50,7 +46,7 @@ def test_kl_in_the_reward_ends_at_the_tilted_reference(
 
 
 @pytest.mark.parametrize("objective", sorted({*names("objectives")} - {"tb", *KL_IN_THE_REWARD}))
-def test_the_expected_reward_rises(objective: str, shallow_toy_model: Path, tmp_path: Path) -> None:
+def test_the_expected_reward_rises(objective, shallow_toy_model, tmp_path):
     """Default options lead from 0 to more than .45; the best answer has .6.
 
     The other objectives end at their targets, as the test above shows.
@@ -63,9 +59,7 @@ def test_the_expected_reward_rises(objective: str, shallow_toy_model: Path, tmp_
     assert fmean(one.expected_reward for one in found) > 0.45
 
 
-def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(
-    shallow_toy_model: Path, tmp_path: Path
-) -> None:
+def test_dr_grpo_with_kl_ends_where_its_own_gradient_is_zero(shallow_toy_model, tmp_path):
     """Answers of one token: p (c (E[r] - r) + beta) = beta ref, c = (K - 1) / K.
 
     That is not the tilted reference, and the difference is visible.

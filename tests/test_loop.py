@@ -1,12 +1,8 @@
 """Whole runs: resuming is exact, damage is noticed, signals save, the summary adds up."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,17 +25,13 @@ from tba.types import Group
 
 
 @pytest.mark.parametrize(("objective", "publish_every"), [("tb", 1), ("rloo", 3)])
-def test_a_resumed_run_equals_the_uninterrupted_one(
-    tiny_model: Path, tmp_path: Path, objective: str, publish_every: int
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model, tmp_path, objective, publish_every):
     """Model, optimizer, buffer, random states and cursor; killed between two publications, too."""
     settings = (f"objective={objective}", f"runtime.publish_every={publish_every}")
     resumes_exactly(tiny_model, tmp_path, "strategy=mixture", *settings)
 
 
-def test_an_evaluation_lost_in_a_stop_is_made_again(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model, tmp_path, monkeypatch):
     """No evaluation had ended by step 7: the resumed run makes one of version 7."""
     from tba.runtime.local import LocalSearchers
 
@@ -52,9 +44,7 @@ def test_an_evaluation_lost_in_a_stop_is_made_again(
     assert [r["step"] for r in read(metrics) if "eval/greedy_pass@1" in r] == [7, 9, 10]
 
 
-def test_an_evaluation_whose_request_failed_is_made_again(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_whose_request_failed_is_made_again(tiny_model, tmp_path, monkeypatch):
     """The first one, of a run that is saved at step 0."""
     from tba.runtime.local import LocalSearchers
 
@@ -70,8 +60,8 @@ def test_an_evaluation_whose_request_failed_is_made_again(
 
 
 def test_evaluations_of_one_version_are_logged_with_their_own_requests(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, tmp_path, monkeypatch
+):
     """Those of steps 0 to 3 are of version 0. That of step 1 is left out before the first ends."""
     from tba.runtime.local import LocalSearchers
 
@@ -93,8 +83,8 @@ def test_evaluations_of_one_version_are_logged_with_their_own_requests(
 
 
 def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, tmp_path, monkeypatch
+):
     from tba.runtime.local import LocalSearchers
 
     gather = LocalSearchers.gather
@@ -117,9 +107,7 @@ def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
     assert replayed(tmp_path / "whole") == replayed(folder)
 
 
-def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model, tmp_path):
     """Moments and the step of the schedule are kept; rate, betas and decay are those given.
 
     Halfway through a warm-up of 2 steps.
@@ -139,7 +127,7 @@ def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(
     assert rates == [0.0, 0.0015, 0.003]
 
 
-def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model: Path, tmp_path: Path) -> None:
+def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "run"
@@ -152,7 +140,7 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model: Path, tmp_
     assert [event.step for event in told.Scalars("loss")] == list(range(1, 9))
 
 
-def test_evaluating_without_prompts_is_told(tiny_model: Path, tmp_path: Path) -> None:
+def test_evaluating_without_prompts_is_told(tiny_model, tmp_path):
     run(config(tiny_model, tmp_path / "run", "run.steps=1", "eval.prompts=0"))
     with pytest.raises(ValueError, match=r"there are no held-out prompts; set eval\.prompts=128"):
         evaluate_run(tmp_path / "run", [], reference=False)
@@ -166,14 +154,14 @@ KEPT = {
 
 
 @pytest.mark.parametrize("change", KEPT)
-def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(change: str) -> None:
+def test_changes_that_the_buffer_cannot_follow_are_refused_on_resuming(change):
     with pytest.raises(ValueError, match=KEPT[change]):
         check_resumed(load(None, [change]), load(None))
 
 
 def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, tmp_path, monkeypatch
+):
     """Ray's checkpoints have no weights of the searchers, so those of the trainer are published."""
     from tba.runtime.local import LocalSearchers
 
@@ -187,9 +175,7 @@ def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(
     assert lags[4:] == [0, 1]
 
 
-def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(
-    tiny_model: Path, make_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model, make_model, tmp_path):
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     folder = tmp_path / "run"
     wrong = {"policy.model=bundled:arithmetic": "another model"}
@@ -201,7 +187,7 @@ def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(
     assert _config([], folder).run.steps == 3
 
 
-def test_equal_runs_write_equal_bytes(tiny_model: Path, tmp_path: Path) -> None:
+def test_equal_runs_write_equal_bytes(tiny_model, tmp_path):
     """Whatever the state of PyTorch's generator, and the order in which Python keeps names."""
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     lora = ["policy.lora.r=2", f"policy.lora.target_modules={names}", "run.steps=1"]
@@ -217,16 +203,14 @@ def test_equal_runs_write_equal_bytes(tiny_model: Path, tmp_path: Path) -> None:
     assert settings["target_modules"] == sorted(names)
 
 
-def test_the_same_seed_gives_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_run(tiny_model, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         run(config(tiny_model, tmp_path / name, f"run.seed={seed}"))
     a, b, c = (newest_files(tmp_path / name)["model/model.safetensors"] for name in "abc")
     assert a == b != c
 
 
-def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(tiny_model, tmp_path):
     run(config(tiny_model, tmp_path / "run", "checkpoint.keep=1"))
     (generation,) = checkpoint.generations(tmp_path / "run" / "checkpoints")
     weights = generation / "model" / "model.safetensors"
@@ -237,7 +221,7 @@ def test_missing_and_cut_files_are_noticed_and_nothing_restarts_at_zero(
         checkpoint.newest(tmp_path / "elsewhere")
 
 
-def test_summary_and_metrics_add_up(tiny_model: Path, tmp_path: Path) -> None:
+def test_summary_and_metrics_add_up(tiny_model, tmp_path):
     settings = ("checkpoint.keep=3", "checkpoint.every=2")
     summary = tba.train(config(tiny_model, tmp_path / "run", *settings)).summary
     told = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -1,7 +1,5 @@
 """docs/memory.md says what trainers, their passes and their checkpoints need."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -22,7 +20,7 @@ from tba.learn.publish import Copy
 from tba.models.lora import load_frozen, load_placed
 from tba.runs.generations import generations
 from tba.runs.memory import group, kept, sizes_of
-from tba.types import Batch, TokenBatch, collate_tokens
+from tba.types import TokenBatch, collate_tokens
 from tba.weights import trained
 
 ROOT = Path(__file__).parent.parent
@@ -69,12 +67,12 @@ def linear(model: nn.Module) -> int:
     )
 
 
-def test_the_page_has_the_formulas_of_the_package() -> None:
+def test_the_page_has_the_formulas_of_the_package():
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     assert code == f"{inspect.getsource(kept)}\n\n{inspect.getsource(group)}"
 
 
-def test_weights_gradients_moments_and_copies(batch: Batch) -> None:
+def test_weights_gradients_moments_and_copies(batch):
     own = trainer(MODEL)
     own.step(batch, 0)
     parameters = list(own.policy.parameters())
@@ -91,7 +89,7 @@ def test_weights_gradients_moments_and_copies(batch: Batch) -> None:
     assert halved.nbytes == IN_MEMORY["weights as they are sent"] * count
 
 
-def test_adapters_and_frozen_weights() -> None:
+def test_adapters_and_frozen_weights():
     pytest.importorskip("peft", reason="an extra: see pyproject.toml")
     model = trainer(MODEL, *LORA, "policy.autocast=bf16").policy.model
     own = trained(model)
@@ -111,7 +109,7 @@ def test_adapters_and_frozen_weights() -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_a_reference_and_a_copy_hold_what_is_calculated(bf16: bool) -> None:
+def test_a_reference_and_a_copy_hold_what_is_calculated(bf16):
     """In bf16, all linear layers have 2 bytes, but for the head, which is tied here."""
     policy = PolicyTable.model_validate({"model": str(MODEL)})
     sizes = sizes_of(policy, bf16)
@@ -143,7 +141,7 @@ def bytes_kept(policy: Policy, batch: TokenBatch) -> int:
 @pytest.mark.parametrize("shape", [(18, 8, 8), (60, 4, 64)], ids=["packed", "cached"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_what_a_pass_keeps(attention: str, bf16: bool, shape: tuple[int, int, int]) -> None:
+def test_what_a_pass_keeps(attention, bf16, shape):
     """Counted by the hooks of PyTorch."""
     table = PolicyTable.model_validate({"model": str(MODEL), "attention": attention})
     model = load_placed(table, "cpu", bf16=False)
@@ -161,7 +159,7 @@ def test_what_a_pass_keeps(attention: str, bf16: bool, shape: tuple[int, int, in
     assert bytes_kept(Policy(model, 1.0, bf16), batch) == pytest.approx(expected, rel=0.1)
 
 
-def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_on_disk(tmp_path):
     small = [
         "run.steps=1", "runtime.use=local", "task.train_size=20", "sampling.samples=4",
         "trainer.batch_size=8", "trainer.group_size=4", "eval.prompts=0", "log.console=off",
@@ -183,7 +181,7 @@ def test_a_checkpoint_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_examples(name: str) -> None:
+def test_the_examples(name):
     own = Sizes(name)
     (row,) = re.findall(rf"^\| {re.escape(name)} \| ([\d.]+) billion \| (.+) \|$", PAGE, re.M)
     assert float(row[0]) == pytest.approx(own.all / 1e9, rel=0.005)
@@ -197,7 +195,7 @@ def test_the_examples(name: str) -> None:
     assert shown == pytest.approx([n / 1e9 for n in expected], rel=0.02, abs=0.051)
 
 
-def test_the_sums_beside_measurements() -> None:
+def test_the_sums_beside_measurements():
     """The sum is below the peak of a process, and by a quarter at most."""
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text())}
     own, heads = Sizes("SmolLM2-135M"), 9
@@ -225,7 +223,7 @@ def test_the_sums_beside_measurements() -> None:
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_smaller_weights_and_moments(weights: str, optimizer: str, batch: Batch) -> None:
+def test_smaller_weights_and_moments(weights, optimizer, batch):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="an extra: see pyproject.toml")
     own = trainer(MODEL, f"trainer.weights={weights}", f"trainer.optimizer={optimizer}")

@@ -1,7 +1,5 @@
 """The files around the package agree: workflows run the Makefile's commands, and versions match."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -26,19 +24,19 @@ def commands(workflow: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_run_commands_of_the_makefile(workflow: Path) -> None:
+def test_workflows_run_commands_of_the_makefile(workflow):
     for command in commands(workflow):
         program, target, *_ = command.split()
         assert program == "make" and target in TARGETS, command
 
 
-def test_pull_requests_run_what_the_ci_script_runs() -> None:
+def test_pull_requests_run_what_the_ci_script_runs():
     local = re.findall(r"^make .*", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert local == ["make check", "make test"]
     assert set(local) <= set(commands(ROOT / ".github" / "workflows" / "ci.yml"))
 
 
-def test_pull_requests_are_tested_with_each_python_that_is_named() -> None:
+def test_pull_requests_are_tested_with_each_python_that_is_named():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     tested = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
     label = "Programming Language :: Python :: "
@@ -47,14 +45,14 @@ def test_pull_requests_are_tested_with_each_python_that_is_named() -> None:
     assert PROJECT["requires-python"] == f">={tested[0]}"
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_the_version_is_in_one_place():
     assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
     assert re.search(
         rf"^## \[{re.escape(tba.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M
     )
 
 
-def test_commands_of_the_page_for_contributors_exist() -> None:
+def test_commands_of_the_page_for_contributors_exist():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`make ([\w-]+)`", page)
     assert named and set(named) <= TARGETS
@@ -64,7 +62,7 @@ def test_commands_of_the_page_for_contributors_exist() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_commands_of_the_image_install_the_package(tmp_path: Path) -> None:
+def test_the_commands_of_the_image_install_the_package(tmp_path):
     """They are run in a clean folder; packages of the system are what this machine has."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -82,7 +80,7 @@ def test_the_commands_of_the_image_install_the_package(tmp_path: Path) -> None:
     assert shown.stdout == f"tba {tba.__version__}\n"
 
 
-def test_the_image_for_gpus_names_files_and_extras_that_exist() -> None:
+def test_the_image_for_gpus_names_files_and_extras_that_exist():
     """The command stands in the comment at the top of the Dockerfile."""
     comment = (ROOT / "Dockerfile").read_text().partition("ARG BASE")[0]
     (constraints,) = re.findall(r"CONSTRAINTS=(\S+)", comment)

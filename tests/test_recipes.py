@@ -1,7 +1,5 @@
 """Recipes: programs that users begin with, each with its config."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -16,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from talk import Held, agent_config, call, dialogue_config, dialogue_model, held_sessions
+from talk import agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
-from tba.config.schema import Config, load
+from tba.config.schema import load
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 
@@ -41,9 +39,7 @@ def run_code() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
-def test_a_recipe_is_short_and_its_config_is_sound(
-    program: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_short_and_its_config_is_sound(program, model, monkeypatch):
     assert len(program.read_text("utf-8").splitlines()) <= 80
     monkeypatch.chdir(RECIPES.parent)
     settings = [f"policy.model={model}", "task.python=" + json.dumps(sys.executable)]
@@ -51,9 +47,7 @@ def test_a_recipe_is_short_and_its_config_is_sound(
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
-def test_code_runs_without_a_network_and_with_limits(
-    run_code: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_runs_without_a_network_and_with_limits(run_code, tmp_path, monkeypatch):
     heard = socket.create_server(("127.0.0.1", 0))
     network = f"import socket\nsocket.create_connection(('127.0.0.1', {heard.getsockname()[1]}), 2)"
     with socket.create_connection(heard.getsockname(), 2):  # it can be reached from here
@@ -74,9 +68,7 @@ def test_code_runs_without_a_network_and_with_limits(
     heard.close()
 
 
-def test_code_is_refused_where_it_would_run_unprotected(
-    run_code: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_refused_where_it_would_run_unprotected(run_code, monkeypatch):
     monkeypatch.setattr(run_code, "ALONE", ["unshare", "--no-such-option"])
     with pytest.raises(RuntimeError, match="cannot run without a network"):
         run_code.run_alone("pass")
@@ -90,9 +82,7 @@ def test_code_is_refused_where_it_would_run_unprotected(
         ("with_text", ["", "", "CALC: 3 * 4", "It is 12."]),
     ],
 )
-def test_a_calculator_answers_once_and_the_last_message_decides(
-    program: str, turns: list[str], agent: Callable[..., Config], held: Held
-) -> None:
+def test_a_calculator_answers_once_and_the_last_message_decides(program, turns, agent, held):
     pytest.importorskip("openai")
     pytest.importorskip("starlette", reason="needs tba[agents]")
     rows = [{"a": 3, "b": 4, "number": number} for number in range(4)]
@@ -139,9 +129,9 @@ def openenv_server(python: str) -> Iterator[str]:
     ],
 )
 def test_a_run_with_a_recipe_has_no_false_forks(
-    name: str, served: Served, variable: str, packages: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name, served, variable, packages, tmp_path,
+    monkeypatch
+):  # fmt: skip
     """Five steps with a real model, and a program in a Python environment of its own."""
     python = os.environ.get(variable)
     if python is None or not (MODELS / "smollm2").is_dir():

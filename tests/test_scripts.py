@@ -1,7 +1,5 @@
 """Scripts, studies, examples and benchmarks import names that exist. None of them is run here."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -45,11 +43,11 @@ def missing_in(text: str, beside: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_script_imports_what_exists(script: Path) -> None:
+def test_a_script_imports_what_exists(script):
     assert list(missing_in(script.read_text(encoding="utf-8"), script.parent)) == []
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_what_does_not_exist_is_found():
     text = "import tba.gone, json\nfrom tba import train, learn\n"
     text += "def f():\n    from tba.tasks.arithmetic import held_out, is_held_out\n"
     text += "    from _measure import nothing, row\n"

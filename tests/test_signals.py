@@ -1,7 +1,5 @@
 """Signals: the first asks to save and stop, the second ends the process, whatever it is doing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -30,7 +28,7 @@ with Stop() as stop:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_asks(number: int) -> None:
+def test_the_first_asks(number):
     before = signal.getsignal(number)
     with Stop() as stop:
         assert not stop.requested
@@ -39,7 +37,7 @@ def test_the_first_asks(number: int) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_a_hangup_that_is_ignored_stays_so() -> None:
+def test_a_hangup_that_is_ignored_stays_so():
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -51,7 +49,7 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_ends_a_process_in_a_long_call(number: int) -> None:
+def test_the_second_ends_a_process_in_a_long_call(number):
     command = [sys.executable, "-c", IN_A_LONG_CALL]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None

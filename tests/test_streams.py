@@ -1,7 +1,5 @@
 """Random numbers: no two uses share a stream."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -14,7 +12,7 @@ from tba.types import Sampling
 SAMPLING = Sampling(2, 1.0, 3)
 
 
-def test_no_two_uses_of_equal_seeds_and_numbers_share_a_stream() -> None:
+def test_no_two_uses_of_equal_seeds_and_numbers_share_a_stream():
     """Also not with what an engine, a selection or a task makes of its seed."""
     streams: list[np.random.Generator] = []
     for use in Use:
@@ -36,7 +34,7 @@ def test_no_two_uses_of_equal_seeds_and_numbers_share_a_stream() -> None:
     assert {start for start, times in begun.items() if times > 1} == twice
 
 
-def test_the_temperature_of_a_search_does_not_depend_on_the_numbers_of_its_samples() -> None:
+def test_the_temperature_of_a_search_does_not_depend_on_the_numbers_of_its_samples():
     searches = [seed_of(0, Use.SEARCH, number) for number in range(1000)]
     explored = [generator(seed, Use.EXPLORATION).random() for seed in searches]
     for place in range(3):
@@ -46,7 +44,7 @@ def test_the_temperature_of_a_search_does_not_depend_on_the_numbers_of_its_sampl
         assert np.abs(correlation).max() < 0.15  # 4.7 standard errors
 
 
-def test_pytorchs_generators_have_seeds_of_their_own() -> None:
+def test_pytorchs_generators_have_seeds_of_their_own():
     seeds = [0, seed_of(0, Use.TORCH), seed_of(0, Use.ADAPTER)]
     drawn = [torch.rand(4, generator=torch.Generator().manual_seed(s)).tolist() for s in seeds]
     assert len({tuple(numbers) for numbers in drawn}) == 3

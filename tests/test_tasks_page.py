@@ -1,14 +1,9 @@
 """The config of docs/tasks.md, with the reward function of the quick start, is a run's."""
 
-from __future__ import annotations
-
 import json
 import re
 import string
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 import tba
 from tba.config.schema import load
@@ -18,9 +13,7 @@ CONFIG = re.compile(r"^## Your own data.*?^```toml\n(.*?)^```$", re.MULTILINE | 
 REWARD = re.compile(r"^`my_rewards.py`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_files_of_the_page_are_a_run(
-    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_the_page_are_a_run(make_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("sums.toml").write_text(CONFIG.findall((DOCS / "tasks.md").read_text())[0])
     Path("my_rewards.py").write_text(REWARD.findall((DOCS / "quickstart.md").read_text())[0])

@@ -1,7 +1,5 @@
 """Values that nobody expects are refused in words, before anything starts or at their own cost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,8 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from build import ANSWERS, ENVIRONMENT, Asynchronous, Scored, as_settings, config
@@ -35,7 +31,7 @@ from tba.tasks._data import rows
 @pytest.mark.parametrize(
     "returned", [dict.fromkeys(range(5), 1.0), {1.0, 2.0, 3.0, 4.0, 5.0}, "12345", b"12345"]
 )
-def test_rewards_that_are_no_list_are_not_taken_for_one(returned: Any, kind: type[Scored]) -> None:
+def test_rewards_that_are_no_list_are_not_taken_for_one(returned, kind):
     """The keys of a dict are no rewards, nor are the digits of a text."""
     verdicts = judge(lambda texts: returned, kind=kind)
     assert reasons(verdicts) == ["wrong_length"] * len(ANSWERS)
@@ -44,7 +40,7 @@ def test_rewards_that_are_no_list_are_not_taken_for_one(returned: Any, kind: typ
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_reward_whose_square_overflows_is_rejected(sign: int) -> None:
+def test_a_reward_whose_square_overflows_is_rejected(sign):
     rewards = [sign * r for r in (1e308, 1e39, 1.1 * LARGEST, LARGEST, 1.0)]
     verdicts = judge(lambda texts: rewards)
     rejected = ["not_finite"] * 3
@@ -59,9 +55,7 @@ class Large(Ones):
 
 
 @pytest.mark.parametrize("objective", ["tb", "grpo", "ppo"])
-def test_the_largest_reward_can_be_trained_on(
-    tiny_model: Path, tmp_path: Path, objective: str
-) -> None:
+def test_the_largest_reward_can_be_trained_on(tiny_model, tmp_path, objective):
     settings = ("task=test_unexpected.Large", f"objective={objective}", "run.steps=2")
     assert run(config(tiny_model, tmp_path / "run", *settings, "eval.prompts=0")).finished
 
@@ -70,9 +64,7 @@ def test_the_largest_reward_can_be_trained_on(
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -10], ids=str)
-def test_weights_that_are_cut_short_are_refused_before_they_are_read(
-    tiny_model: Path, tmp_path: Path, size: int
-) -> None:
+def test_weights_that_are_cut_short_are_refused_before_they_are_read(tiny_model, tmp_path, size):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:size])
@@ -83,7 +75,7 @@ def test_weights_that_are_cut_short_are_refused_before_they_are_read(
 # Data
 
 
-def test_text_with_half_a_character_is_refused(tmp_path: Path) -> None:
+def test_text_with_half_a_character_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1\\ud83d"}\n')
     with pytest.raises(ValueError, match=r"task\.data = .* has no rows"):
         rows("task.data", str(tmp_path / "data.jsonl"), "train", required=("prompt",))
@@ -92,7 +84,7 @@ def test_text_with_half_a_character_is_refused(tmp_path: Path) -> None:
 # Configs
 
 
-def test_a_config_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_a_config_that_is_no_text_is_named(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"[run]\nfolder = '\xff'\n")
     with pytest.raises(ValueError, match=r"run\.toml: 'utf-8' codec can't decode byte 0xff"):
         load(tmp_path / "run.toml")
@@ -101,9 +93,7 @@ def test_a_config_that_is_no_text_is_named(tmp_path: Path) -> None:
 # Standard output
 
 
-def test_a_run_whose_output_nobody_reads_saves_and_ends_cleanly(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_whose_output_nobody_reads_saves_and_ends_cleanly(tiny_model, tmp_path):
     """As `tba train | head -n 2` does."""
     folder = tmp_path / "run"
     chosen = config(tiny_model, folder, "run.steps=100000", "log.console=plain")
@@ -124,7 +114,7 @@ def test_a_run_whose_output_nobody_reads_saves_and_ends_cleanly(
     assert saved["step"] == max(steps, default=0)
 
 
-def test_output_that_would_block_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_would_block_is_waited_for(monkeypatch):
     """A reward may start a program that sets the pipe they share to non-blocking, as node does."""
     source, sink = os.pipe()
     os.set_blocking(sink, False)

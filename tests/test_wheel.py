@@ -1,7 +1,5 @@
 """A wheel has everything that a run and its report need."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -26,7 +24,7 @@ def call(folder: Path, *command: str | Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_wheel_trains_and_reports(tmp_path: Path) -> None:
+def test_a_wheel_trains_and_reports(tmp_path):
     """Built, installed elsewhere, and run on the default config: five asynchronous steps."""
     source = tmp_path / "source"  # setuptools writes into the folder that it builds
     source.mkdir()

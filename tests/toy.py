@@ -1,7 +1,5 @@
 """Tasks of tiny runs, for processes that import neither torch nor a library of models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run is resumed, evaluated and exported from another folder than it was started in."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -77,7 +75,7 @@ def started(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home / "runs" / "one"
 
 
-def test_a_run_is_resumed_from_another_folder(home: Path, started: Path) -> None:
+def test_a_run_is_resumed_from_another_folder(home, started):
     assert json.loads((started / CONFIG).read_text())["run"]["base"] == str(home)
     elsewhere, relative = Path.cwd(), Path(os.path.relpath(started))
     summary = run(_config(["run.steps=2"], relative), relative)
@@ -89,9 +87,7 @@ def test_a_run_is_resumed_from_another_folder(home: Path, started: Path) -> None
     assert (result.summary.steps, result.folder) == (3, started)
 
 
-def test_commands_on_a_run_work_from_another_folder(
-    started: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_on_a_run_work_from_another_folder(started, capsys):
     """New settings are of the current folder."""
     relative = Path(os.path.relpath(started))
     Path("other.jsonl").write_text('{"prompt": "7+7="}\n{"prompt": "8+8="}\n{"prompt": "9+1="}\n')
@@ -103,7 +99,7 @@ def test_commands_on_a_run_work_from_another_folder(
     assert json.loads(capsys.readouterr().out.partition("\n")[2])["run"]["steps"] == 2
 
 
-def test_stored_paths_are_absolute(home: Path, started: Path) -> None:
+def test_stored_paths_are_absolute(home, started):
     """Text that only looks like the name of a file stays."""
     config = json.loads((started / CONFIG).read_text())
     assert config["run"]["folder"] == str(started)
@@ -117,22 +113,20 @@ def test_stored_paths_are_absolute(home: Path, started: Path) -> None:
     assert (shown["policy"]["model"], shown["run"]["folder"]) == ("model", "runs/one")
 
 
-def test_a_file_that_a_moved_run_misses_is_named(home: Path, started: Path) -> None:
+def test_a_file_that_a_moved_run_misses_is_named(home, started):
     (home / "rows.jsonl").rename(home / "moved.jsonl")
     with pytest.raises(ValueError, match=r"rows\.jsonl': no such file or folder"):
         run(_config(["run.steps=2"], started), started)
     assert run(_config(["run.steps=2", f"task.data={home}/moved.jsonl"], started), started).finished
 
 
-def test_a_dry_run_refuses_to_resume_what_is_further(started: Path) -> None:
+def test_a_dry_run_refuses_to_resume_what_is_further(started):
     run(_config(["run.steps=2"], started), started)
     with pytest.raises(ValueError, match=r"run\.steps = 1, but the run is at step 2"):
         train(["run.steps=1"], dry_run=True, resume=started)
 
 
-def test_texts_that_are_no_paths_stay_as_they_are(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_that_are_no_paths_stay_as_they_are(home, monkeypatch):
     """A full stop is a folder, too."""
     monkeypatch.chdir(home)
     texts = {"use": "more.py:half", "end": ".", "up": "..", "unit": "m/s", "rows": "./rows.jsonl"}

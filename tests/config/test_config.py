@@ -1,7 +1,5 @@
 """A config is right, or it is refused with what to write instead."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -83,13 +81,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("setting", WRONG)
-def test_a_mistake_is_told_with_what_to_write(setting: str) -> None:
+def test_a_mistake_is_told_with_what_to_write(setting):
     with pytest.raises(ValueError) as error:
         load(None, [setting])
     assert WRONG[setting] in str(error.value)
 
 
-def test_few_of_many_keys_are_told_and_where_all_are() -> None:
+def test_few_of_many_keys_are_told_and_where_all_are():
     with pytest.raises(ValueError) as error:
         load(None, ["trainer.max_grad_nrom=1"])
     assert str(error.value) == (
@@ -105,18 +103,18 @@ def test_few_of_many_keys_are_told_and_where_all_are() -> None:
     assert second == "unknown key 'trainer.zzz'; `tba list trainer` lists all keys"
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_every_mistake_is_told_at_once():
     with pytest.raises(ValueError) as error:
         load(None, ["run.stepps=3", "runtime.publish_every=0", "eval.samples=-1"])
     assert len(str(error.value).splitlines()) == 3
 
 
-def test_local_without_fresh_groups_would_never_search() -> None:
+def test_local_without_fresh_groups_would_never_search():
     with pytest.raises(ValueError, match=r"runtime\.fresh=1 or more, or runtime\.use=ray"):
         load(None, ["runtime.use=local", "runtime.fresh=0"])
 
 
-def test_waiting_is_for_a_batch_on_local_and_for_nothing_on_ray() -> None:
+def test_waiting_is_for_a_batch_on_local_and_for_nothing_on_ray():
     sizes = ["trainer.batch_size=21", "trainer.group_size=7"]
     local, ray, first = (
         load(None, ["runtime.use=local", *sizes]),
@@ -127,7 +125,7 @@ def test_waiting_is_for_a_batch_on_local_and_for_nothing_on_ray() -> None:
     assert (local.first_fill, first.first_fill) == (3, 11)
 
 
-def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         'strategy = "recent"\n[run]\nsteps = 7\nseed = 3\n[objective]\nuse = "rloo"\nbeta = 0.2\n'
@@ -153,14 +151,14 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_config_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_is_no_config_is_told(tmp_path, text, told):
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(ValueError) as error:
         load(tmp_path / "run.toml")
     assert told in str(error.value)
 
 
-def test_a_missing_file_is_told() -> None:
+def test_a_missing_file_is_told():
     with pytest.raises(ValueError, match=r"no such config file: nowhere\.toml"):
         load(Path("nowhere.toml"))
 
@@ -171,9 +169,7 @@ def test_a_missing_file_is_told() -> None:
 @pytest.mark.parametrize(
     "shorthand", ["objective=rloo", "objective.use=rloo", 'objective.use="rloo"']
 )
-def test_another_plugin_does_not_inherit_options(
-    tmp_path: Path, former: str, shorthand: str
-) -> None:
+def test_another_plugin_does_not_inherit_options(tmp_path, former, shorthand):
     path = tmp_path / "run.toml"
     path.write_text(former)
     assert load(path, [shorthand]).objective.model_dump() == {"use": "rloo"}
@@ -185,12 +181,12 @@ def test_another_plugin_does_not_inherit_options(
 
 
 @pytest.mark.parametrize("same", ["objective=tb", 'objective.use="tb"'])
-def test_the_same_plugin_keeps_its_options(tmp_path: Path, same: str) -> None:
+def test_the_same_plugin_keeps_its_options(tmp_path, same):
     (tmp_path / "run.toml").write_text("[objective]\nbeta = 0.2")
     assert load(tmp_path / "run.toml", [same]).objective.model_dump() == {"use": "tb", "beta": 0.2}
 
 
-def test_options_alone_keep_the_default_plugin() -> None:
+def test_options_alone_keep_the_default_plugin():
     for config in (
         load(None, ["objective.beta=0.02"]),
         Config.model_validate({"objective": {"beta": 0.02}}),
@@ -209,15 +205,13 @@ def test_options_alone_keep_the_default_plugin() -> None:
         (["engine=vllm", "runtime.use=local"], 8, 2),
     ],
 )
-def test_a_search_task_of_vllm_has_one_prompt(
-    settings: list[str], prompts: int, at_once: int
-) -> None:
+def test_a_search_task_of_vllm_has_one_prompt(settings, prompts, at_once):
     """So that a group arrives as soon as it is complete. Local searches run one after the other."""
     runtime = with_defaults(load(None, settings)).runtime
     assert (runtime.prompts_per_task, runtime.concurrent_searches) == (prompts, at_once)
 
 
-def test_a_schedule_is_a_table(tmp_path: Path) -> None:
+def test_a_schedule_is_a_table(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[objective.beta]\nstart = 0.014\nend = 0.004\nsteps = 500\n")
     config = load(path, ["objective.beta.end=0.006"])
@@ -231,7 +225,7 @@ def test_a_schedule_is_a_table(tmp_path: Path) -> None:
         load(None, ["objective=online_dpo", "objective.pair=best_worst", "objective.pair.end=1"])
 
 
-def test_a_config_is_frozen() -> None:
+def test_a_config_is_frozen():
     config = load()
     of_tables = {"run": config, "steps": config.run}
     for key, table in (of_tables | dict.fromkeys(("use", "beta"), config.objective)).items():
@@ -239,7 +233,7 @@ def test_a_config_is_frozen() -> None:
             setattr(table, key, 1)
 
 
-def test_what_is_written_reads_back_the_same() -> None:
+def test_what_is_written_reads_back_the_same():
     settings = [
         "objective.beta={start=1, end=0, steps=9}", "runtime.fresh=3", "trainer.max_grad_norm=inf",
         "eval.k=[1, 2]", "policy.eos_token=</s>",
@@ -249,7 +243,7 @@ def test_what_is_written_reads_back_the_same() -> None:
     assert Config(**json.loads(json.dumps(config.nested()))) == config
 
 
-def test_an_empty_value_takes_a_key_out(tmp_path: Path) -> None:
+def test_an_empty_value_takes_a_key_out(tmp_path):
     """Of a table, of a plug-in, and a table itself; `null` is text."""
     path = tmp_path / "run.toml"
     path.write_text(
@@ -269,6 +263,6 @@ def test_an_empty_value_takes_a_key_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("keep", "keep"), ("reject", "reject"), ("-1", -1.0), ("0", 0.0)]
 )
-def test_what_becomes_of_truncated_responses(text: str, value: str | float) -> None:
+def test_what_becomes_of_truncated_responses(text, value):
     truncated = load(None, [f"sampling.truncated={text}"]).sampling.truncated
     assert (truncated, type(truncated)) == (value, type(value))

@@ -1,11 +1,8 @@
 """The script of docs/from_trl.md and its counterpart: both run, with the same reward functions."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -28,7 +25,7 @@ def table() -> list[tuple[list[str], str]]:
     return [(NAME.findall(theirs), ours.replace("`", "")) for theirs, ours in cells]
 
 
-def test_the_page_and_the_answers_to_unknown_keys_have_one_table() -> None:
+def test_the_page_and_the_answers_to_unknown_keys_have_one_table():
     """A name without a counterpart has an empty cell in the page."""
     rows = table()
     assert len(rows) > 40
@@ -52,13 +49,13 @@ def test_the_page_and_the_answers_to_unknown_keys_have_one_table() -> None:
         "trainer.dataloader_num_workers=3": "dataloader_num_workers has no counterpart here",
     }.items(),
 )
-def test_a_setting_of_another_package_is_named(setting: str, told: str) -> None:
+def test_a_setting_of_another_package_is_named(setting, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         load(None, [setting])
 
 
 @pytest.mark.parametrize("name", NEAREST)
-def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name: str) -> None:
+def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name):
     with pytest.raises(
         ValueError, match=f"no objective called '{re.escape(name)}'; the nearest is"
     ):
@@ -66,7 +63,7 @@ def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name: str) 
     resolve_all(load(None, NEAREST[name].split()))
 
 
-def test_every_counterpart_is_a_key() -> None:
+def test_every_counterpart_is_a_key():
     """Of a table, or an option of one of its plug-ins."""
     keys = {f"{table}.use" for table in PLUGGED}
     for table_name, kind in PLUGGED.items():
@@ -83,7 +80,7 @@ def test_every_counterpart_is_a_key() -> None:
 
 
 @pytest.mark.slow
-def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
+def test_the_names_are_those_of_trl(tmp_path):
     """Arguments of GRPOConfig and of GRPOTrainer, which the page names."""
     code = (
         "import inspect, json, trl\n"
@@ -98,7 +95,7 @@ def test_the_names_are_those_of_trl(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_script_and_its_counterpart_train_on_the_same_rewards(tmp_path: Path) -> None:
+def test_the_script_and_its_counterpart_train_on_the_same_rewards(tmp_path):
     python = python_with_trl()
     for name in ("examples", "tba"):  # where the paths of both lead; runs/ is a folder of the test
         (tmp_path / name).symlink_to(ROOT / name)

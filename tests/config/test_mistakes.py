@@ -1,7 +1,5 @@
 """A mistake on the command line ends in a sentence, and mostly before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -122,9 +120,7 @@ def told(command: str, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_a_mistake_is_one_sentence(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_sentence(command, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     before = set(folder.rglob("*"))
     err = told(command, capsys, monkeypatch)
@@ -142,12 +138,7 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_a_temporary_folder_that_ray_cannot_use_is_named(
-    environment: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_temporary_folder_that_ray_cannot_use_is_named(environment, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv(*environment.split("="))
     err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
@@ -155,16 +146,14 @@ def test_a_temporary_folder_that_ray_cannot_use_is_named(
     assert len(err.splitlines()) == 1
 
 
-def test_shared_memory_that_ray_cannot_use_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_that_ray_cannot_use_is_named(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(checks, "SHARED", Path("/proc"))
     err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
     assert err.startswith("error: shared memory for Ray, /proc, cannot be written to: ")
 
 
-def test_a_locale_without_utf_8_changes_nothing(folder: Path) -> None:
+def test_a_locale_without_utf_8_changes_nothing(folder):
     own = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = subprocess.run(
         [sys.executable, "-m", "tba.cli", "train", "run.folder=é", "task=“sums”"], cwd=folder,
@@ -175,13 +164,11 @@ def test_a_locale_without_utf_8_changes_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", OF_TYPER)
-def test_what_typer_refuses_has_no_traceback(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_typer_refuses_has_no_traceback(command, capsys, monkeypatch):
     assert "Error" in told(command, capsys, monkeypatch)
 
 
-def test_mistakes_are_told_without_torch(folder: Path) -> None:
+def test_mistakes_are_told_without_torch(folder):
     code = (
         "import shlex, sys\n"
         "from tba.cli import main\n"
@@ -246,9 +233,7 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("case", FROM_PYTHON)
-def test_a_mistake_from_python_is_a_value_error_of_ours(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_from_python_is_a_value_error_of_ours(case, tmp_path, monkeypatch):
     call, message = FROM_PYTHON[case]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message) as raised:
@@ -263,9 +248,7 @@ HOSTILE = "\x1b]0;title\x07\x1b[31mred \x9b2J\u202eevil\rover\x08"
 @pytest.mark.parametrize(
     "error", [ValueError(HOSTILE), RewardError(HOSTILE), OSError(2, HOSTILE, HOSTILE)]
 )
-def test_an_error_sends_no_escape_sequence_to_the_terminal(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_sends_no_escape_sequence_to_the_terminal(error, capsys, monkeypatch):
     def fail() -> None:
         logging.getLogger("tba").warning("a server sent %s", HOSTILE)
         raise error

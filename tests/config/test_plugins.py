@@ -1,7 +1,5 @@
 """Names in a config lead to classes; options are checked; errors say what to type instead."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -127,7 +125,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_told_with_what_to_write(case: str) -> None:
+def test_a_mistake_is_told_with_what_to_write(case):
     kind, use, options, told = WRONG[case]
     with pytest.raises(ValueError) as error:
         resolve(kind, "objective", use, options)
@@ -135,7 +133,7 @@ def test_a_mistake_is_told_with_what_to_write(case: str) -> None:
     assert "Value error" not in str(error.value)
 
 
-def test_a_dotted_path_leads_to_any_class() -> None:
+def test_a_dotted_path_leads_to_any_class():
     assert (
         find("objectives", "tba.objectives.tb.TrajectoryBalance")
         is TrajectoryBalance
@@ -145,7 +143,7 @@ def test_a_dotted_path_leads_to_any_class() -> None:
     assert (mine.sizes, mine.beta) == ((3, 4), 0.5)
 
 
-def test_an_objective_follows_its_schedule() -> None:
+def test_an_objective_follows_its_schedule():
     """The paper's for TL;DR."""
     beta = {"start": 1.0, "end": 0.05, "steps": 128, "cut_step": 31, "cut_to": 0.05}
     plugin = resolve("objectives", "objective", "tb", {"beta": beta})
@@ -154,19 +152,19 @@ def test_an_objective_follows_its_schedule() -> None:
     )
 
 
-def test_numbers_may_be_integers_and_infinite() -> None:
+def test_numbers_may_be_integers_and_infinite():
     threshold = resolve("objectives", "objective", "raft", {"threshold": 1}).options["threshold"]
     assert (threshold, type(threshold)) == (1.0, float)
     assert resolve("objectives", "objective", "tb", {"beta": math.inf}).at(0).beta == math.inf
 
 
-def test_a_cut_has_a_step_and_a_value() -> None:
+def test_a_cut_has_a_step_and_a_value():
     with pytest.raises(ValueError, match="both cut_step and cut_to"):
         Schedule(1.0, 0.0, 9, cut_step=3)
 
 
 @pytest.mark.parametrize(("kind", "name"), SHIPPED)
-def test_what_ships_is_documented(kind: str, name: str) -> None:
+def test_what_ships_is_documented(kind, name):
     cls = find(kind, name)
     assert is_plugin(cls)
     assert cls.__doc__ and not cls.__doc__.startswith(
@@ -177,8 +175,8 @@ def test_what_ships_is_documented(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("settings", [("objective=grpo",), ("objective.importance_cap=2.0",)])
 def test_top_p_is_refused_for_objectives_that_compare_with_the_sampling_policy(
-    tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
+    tiny_model, tmp_path, settings
+):
     truncated = "sampling.top_p=0.9"
     check(toy_config(tiny_model, tmp_path, truncated))  # tb does not
     with pytest.raises(ValueError, match=r"top_p = 0\.9 .* set sampling\.top_p=1\.0, or use"):

@@ -1,7 +1,5 @@
 """Secrets in options of user code: named by a variable, and written nowhere."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,7 +51,7 @@ OTHERS = """max_tokens eos_token policy.eos_token padToken api_key_env tokenizer
 monkey turkeys secretary passwords_file 7 sort_keys"""
 
 
-def test_a_name_says_that_a_value_is_secret() -> None:
+def test_a_name_says_that_a_value_is_secret():
     assert [name for name in SECRETS.split() if not is_secret(name)] == []
     assert [name for name in ["", *OTHERS.split()] if is_secret(name)] == []
 
@@ -77,7 +75,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=" ".join)
-def test_a_secret_itself_is_refused_and_not_repeated(settings: list[str]) -> None:
+def test_a_secret_itself_is_refused_and_not_repeated(settings):
     with pytest.raises(ValueError, match="env:NAME") as caught:
         load(None, settings)
     assert "CANARY" not in str(caught.value)
@@ -86,20 +84,20 @@ def test_a_secret_itself_is_refused_and_not_repeated(settings: list[str]) -> Non
 @pytest.mark.parametrize(
     "text", ["{use='f.py:f',api_key='CANARY'", "[ {'use'=f.py:f,key='CANARY'}]"]
 )
-def test_a_broken_table_is_not_repeated(text: str) -> None:
+def test_a_broken_table_is_not_repeated(text):
     with pytest.raises(ValueError, match="check its quotes") as caught:
         load(None, [f"task.reward={text}"])
     assert "CANARY" not in str(caught.value)
     assert load(None, ["task.prompt={prompt} = "]).task.options["prompt"] == "{prompt} ="
 
 
-def test_also_from_python() -> None:
+def test_also_from_python():
     with pytest.raises(ValueError, match="env:NAME") as caught:
         Config(task={"use": "custom", "reward": {"use": "f.py:make", "api_key": "CANARY"}})
     assert "CANARY" not in str(caught.value)
 
 
-def test_others_stay_as_they_are() -> None:
+def test_others_stay_as_they_are():
     own = ["policy.eos_token=</s>", "sampling.stop=['key:']", "task.reward.use=f.py:make"]
     options = {"max_tokens": 5, "token": 7, "api_key": "", "api_key_env": "X", "bos_token": "<s>"}
     given = [f"task.reward.{name}={json.dumps(value)}" for name, value in options.items()]
@@ -120,7 +118,7 @@ class Mine(Ones):
     inner: Inner = Inner("")
 
 
-def test_options_have_their_secrets_where_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_have_their_secrets_where_they_are_built(monkeypatch):
     monkeypatch.setenv("CANARY", CANARY)
     options = {"token": "env:CANARY", "auth": {"key": ["env:CANARY", ""], "url": ["env:CANARY"]}}
     options["inner"] = {"password": "env:CANARY"}
@@ -133,7 +131,7 @@ def test_options_have_their_secrets_where_they_are_built(monkeypatch: pytest.Mon
     assert built.auth == {"key": [CANARY, ""], "url": ["env:CANARY"]}
 
 
-def test_a_default_in_code_is_not_written_to_the_config() -> None:
+def test_a_default_in_code_is_not_written_to_the_config():
     assert options_of(Mine)["token"].default is None
     complete = with_defaults(load(None, ["task=test_secrets.Mine"]))
     assert "default in code" not in json.dumps(complete.nested())
@@ -141,9 +139,7 @@ def test_a_default_in_code_is_not_written_to_the_config() -> None:
 
 
 @pytest.mark.parametrize("table", ["task", "engine"])
-def test_a_variable_that_is_not_set_is_told_before_the_start(
-    table: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_variable_that_is_not_set_is_told_before_the_start(table, tiny_model, tmp_path):
     setting = "task.token=env:ABSENT_1" if table == "task" else "engine.api_key=env:ABSENT_1"
     settings = config(tiny_model, tmp_path / "run", "task=test_secrets.Mine", setting)
     with pytest.raises(ValueError, match="'ABSENT_1' is not set; export it"):
@@ -151,7 +147,7 @@ def test_a_variable_that_is_not_set_is_told_before_the_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_of_a_factory_or_a_reward_does_not_repeat_it(factory: str) -> None:
+def test_an_error_of_a_factory_or_a_reward_does_not_repeat_it(factory):
     with pytest.raises(ValueError, match="no such token") as caught:
         reward_function("task.reward", Use(use=f"{factory}:loud", token="env:CANARY"))
     assert CANARY not in str(caught.value)
@@ -165,7 +161,7 @@ def contents(folders: Sequence[Path]) -> bytes:
     return b"".join(p.read_bytes() for f in folders for p in f.rglob("*") if p.is_file())
 
 
-def test_no_file_of_a_run_has_it(factory: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_run_has_it(factory, tiny_model, tmp_path):
     """Nor its checkpoints, its report, the exported model and its card."""
     rows = [json.dumps({"prompt": f"{i}", "answer": "1"}) for i in range(9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

@@ -1,7 +1,5 @@
 """Compiled layers: the same numbers, or a clear refusal."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator
 from copy import deepcopy
@@ -40,9 +38,7 @@ def refusal(model: Path, *settings: str) -> str:
     return str(error.value)
 
 
-def test_compilation_needs_a_compiler_and_headers(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compilation_needs_a_compiler_and_headers(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-compiler")
     assert "a C++ compiler (no-compiler)" in refusal(tiny_model, "trainer.compile=true")
     monkeypatch.delenv("CXX")
@@ -91,9 +87,7 @@ def groups(*lengths: tuple[int, ...]) -> TokenBatch:
 @pytest.mark.parametrize(
     "kind", ["llama", "bf16", "gpt2", "gpt_neox", "lora", "checkpointing", "plain"]
 )
-def test_compiled_layers_compute_the_same(
-    kind: str, compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_compute_the_same(kind, compiler, monkeypatch):
     """Log-probs and gradients, also for batches of other sizes than those of the warm-up.
 
     Most kinds stop before code is generated, which takes the longest.
@@ -137,9 +131,7 @@ def test_compiled_layers_compute_the_same(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")  # PyTorch accesses .grad of tensors that have none
-def test_a_resumed_run_compiles_the_same_programs(
-    tiny_model: Path, tmp_path: Path, compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_compiles_the_same_programs(tiny_model, tmp_path, compiler, monkeypatch):
     """Bit for bit; each run begins without programs, and every step runs those of its start."""
 
     def from_scratch(policy: Policy, context: int) -> None:
@@ -154,9 +146,7 @@ def test_a_resumed_run_compiles_the_same_programs(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")  # PyTorch accesses .grad of tensors that have none
-def test_layers_that_cannot_be_compiled_are_refused(
-    compiler: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_cannot_be_compiled_are_refused(compiler, monkeypatch):
     model = make("llama")
     compile_layers(model)
     break_here = torch._dynamo.graph_break

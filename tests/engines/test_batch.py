@@ -1,7 +1,5 @@
 """Continuous batching: calls of several threads share a batch, and updates wait for it."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +18,7 @@ def until(done: object) -> None:
         time.sleep(0.001)
 
 
-def test_calls_of_several_threads_share_the_slots() -> None:
+def test_calls_of_several_threads_share_the_slots():
     engine = Steps()
     batch = Batch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
     with ThreadPoolExecutor(3) as threads:
@@ -31,7 +29,7 @@ def test_calls_of_several_threads_share_the_slots() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight: bool) -> None:
+def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight):
     engine = Steps()
     batch = Batch(lambda: engine, slots=2, in_flight=in_flight, deadline=30.0)
     engine.allowed.clear()
@@ -50,7 +48,7 @@ def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight: bool) -
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_nothing_begins_while_an_update_is_verified(in_flight: bool) -> None:
+def test_nothing_begins_while_an_update_is_verified(in_flight):
     """The first check is also answered before the change; responses that run go on."""
     engine = Steps()
     batch = Batch(lambda: engine, slots=1, in_flight=in_flight, deadline=30.0)
@@ -74,7 +72,7 @@ def test_nothing_begins_while_an_update_is_verified(in_flight: bool) -> None:
     assert engine.added == ["0", "check 0", "check 0", "check 1", "1"]
 
 
-def test_a_missed_deadline_ends_the_engine_and_no_update_is_applied() -> None:
+def test_a_missed_deadline_ends_the_engine_and_no_update_is_applied():
     engine, applied = Steps(), []
     batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=0.5)
     engine.allowed.clear()
@@ -92,7 +90,7 @@ def test_a_missed_deadline_ends_the_engine_and_no_update_is_applied() -> None:
     assert (applied, batch.version) == ([], 0)
 
 
-def test_a_closed_engine_ends_every_call() -> None:
+def test_a_closed_engine_ends_every_call():
     engine = Steps()
     batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
     with ThreadPoolExecutor(1) as threads:
@@ -107,7 +105,7 @@ def test_a_closed_engine_ends_every_call() -> None:
         batch.run(requests(1))
 
 
-def test_a_request_that_is_not_accepted_ends_its_own_call_only() -> None:
+def test_a_request_that_is_not_accepted_ends_its_own_call_only():
     engine = Steps()
     batch = Batch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
     engine.allowed.clear()
@@ -124,7 +122,7 @@ def test_a_request_that_is_not_accepted_ends_its_own_call_only() -> None:
     assert len(batch.run(requests(2))) == 1
 
 
-def test_every_caller_learns_why_the_engine_failed() -> None:
+def test_every_caller_learns_why_the_engine_failed():
     engine = Steps()
     batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
     engine.failing = True
@@ -134,7 +132,7 @@ def test_every_caller_learns_why_the_engine_failed() -> None:
     until(lambda: engine.closed == 1)
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
+def test_an_engine_that_cannot_start_says_why():
     def start() -> Steps:
         raise ValueError("no such device")
 

@@ -1,7 +1,5 @@
 """Decoding over the keys and values of prompts: shared by their responses, or copied for each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from build import FAMILIES, make
@@ -26,7 +24,7 @@ KEPT = [[0, 1, 2, 4, 6, 8], [0, 1, 3, 5], [1, 3]]
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_shared_prompts_give_the_states_of_copied_ones(family: str, attention: str) -> None:
+def test_shared_prompts_give_the_states_of_copied_ones(family, attention):
     """Prompts are padded, and responses end at different steps, so that some slots are idle."""
     model = make(family)
     model.set_attn_implementation(attention)
@@ -44,7 +42,7 @@ def test_shared_prompts_give_the_states_of_copied_ones(family: str, attention: s
         torch.testing.assert_close(shared, copied, atol=1e-5, rtol=0)
 
 
-def test_prompts_are_shared_where_that_costs_less() -> None:
+def test_prompts_are_shared_where_that_costs_less():
     model = make("llama")
     _, cache = run_prompts(model, torch.ones(3, 5, dtype=torch.long), VISIBLE)
     assert isinstance(decoder(model, cache, VISIBLE, samples=16, limit=5), Shared)
@@ -53,7 +51,7 @@ def test_prompts_are_shared_where_that_costs_less() -> None:
     assert isinstance(decoder(model, cache, VISIBLE, samples=1, limit=5), Copied)
 
 
-def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own() -> None:
+def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own():
     for family in FAMILIES:
         assert takes_masks(make(family))
     sizes = {"vocab_size": 14, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -1,7 +1,5 @@
 """Top-k and top-p; what becomes of responses that the token limit cuts off."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +47,7 @@ def by_hand(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_chosen_as_asked_and_log_probs_stay(case: str) -> None:
+def test_tokens_are_chosen_as_asked_and_log_probs_stay(case):
     """Evenly spaced numbers meet each token as often as its probability says."""
     sampling = Sampling(**{"samples": 1, "temperature": 1.0, "max_tokens": 1, **CASES[case]})
     uniform = (torch.arange(10_000) + 1).div(10_000).expand(2, -1)
@@ -65,9 +63,7 @@ SETTINGS = {"top_k": "5", "top_p": "0.9"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_objectives_that_compare_with_the_sampling_policy_refuse_them(
-    name: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_objectives_that_compare_with_the_sampling_policy_refuse_them(name, tiny_model, tmp_path):
     setting = f"sampling.{name}={SETTINGS[name]}"
     parts = check(toy_config(tiny_model, tmp_path, setting))  # tb does not
     assert str(vars(parts.search_setup().sampling)[name]) == SETTINGS[name]
@@ -76,7 +72,7 @@ def test_objectives_that_compare_with_the_sampling_policy_refuse_them(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_vllm_needs_temperature_1(name: str) -> None:
+def test_vllm_needs_temperature_1(name):
     setting = f"sampling.{name}={SETTINGS[name]}"
     check_sampling(load(None, ["engine=vllm", setting]).sampling)
     with pytest.raises(ValueError, match=rf"{name} = .* 0\.7: .*set sampling\.temperature=1, or"):
@@ -93,9 +89,7 @@ def kept(group: Sequence[Trajectory]) -> list[tuple[bytes, bool, float]]:
     return [(t.tokens.tobytes(), t.finished, t.reward) for t in group]
 
 
-def test_responses_that_are_cut_off_are_kept_rejected_or_given_a_reward(
-    toy_model: Path, tmp_path: Path
-) -> None:
+def test_responses_that_are_cut_off_are_kept_rejected_or_given_a_reward(toy_model, tmp_path):
     """Nothing else changes: not their group, and not the evaluations."""
     results, scores = {}, {}
     for truncated in ("keep", "reject", "-1.5"):
@@ -118,7 +112,7 @@ def test_responses_that_are_cut_off_are_kept_rejected_or_given_a_reward(
     assert scores["keep"] == scores["reject"] == scores["-1.5"]
 
 
-def test_a_run_counts_what_it_rejects(toy_model: Path, tmp_path: Path) -> None:
+def test_a_run_counts_what_it_rejects(toy_model, tmp_path):
     """The samples are those trained on and those in the summary, also where K is not reached."""
     folder = tmp_path / "run"
     summary = run(toy_config(toy_model, folder, "run.steps=2", "sampling.truncated=reject"))
@@ -132,7 +126,7 @@ def searched(kept: int, truncated: int) -> SearchStats:
     )
 
 
-def test_the_run_stops_when_all_are_cut_off_and_not_for_a_large_share() -> None:
+def test_the_run_stops_when_all_are_cut_off_and_not_for_a_large_share():
     monitor, size = RejectionMonitor(0.5), WINDOW
     for _ in range(20):
         monitor.add(searched(kept=1, truncated=size))

@@ -1,9 +1,6 @@
 """Stop strings: their tokens are found in any tokenizer, and hold wherever answers are read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,9 +53,7 @@ WORDS = ("<eos>", "▁so", "▁", "so", "▁it", "ends", ".")
         (WORDS, "soends", (1, 2, 3, 5, 6), 4),
     ],
 )
-def test_the_token_that_completes_a_stop_string(
-    vocabulary: Sequence[str], stop: str, tokens: Sequence[int], length: int | None
-) -> None:
+def test_the_token_that_completes_a_stop_string(vocabulary, stop, tokens, length):
     decoder = decoders.ByteLevel() if vocabulary is BYTES else decoders.Metaspace()
     text = text_of(vocabulary, decoder)
     response = np.array(tokens, np.int32)
@@ -71,13 +66,13 @@ def test_the_token_that_completes_a_stop_string(
     assert ends == ([] if length is None else [length])
 
 
-def test_only_tokens_that_can_be_the_last_are_searched() -> None:
+def test_only_tokens_that_can_be_the_last_are_searched():
     text = text_of(BYTES, decoders.ByteLevel())
     possible = StopStrings(text, ("b\n",), "cpu").possible
     assert [BYTES[i] for i in possible.nonzero()] == ["Ã", "©", "Ċ", "aĊĊ"]
 
 
-def test_an_answer_is_the_text_before_the_first_stop_string(tiny_model: Path) -> None:
+def test_an_answer_is_the_text_before_the_first_stop_string(tiny_model):
     text = load_text(PolicyTable(model=str(tiny_model)))
     tokens = np.array(text.tokenizer("12+34=5")["input_ids"], np.int32)
     assert text.answer(tokens, False, ()).text == "12+34=5"
@@ -86,7 +81,7 @@ def test_an_answer_is_the_text_before_the_first_stop_string(tiny_model: Path) ->
     assert not text.answer(tokens, False, ("+4",)).finished
 
 
-def test_a_run_reads_answers_up_to_the_stop_string(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_reads_answers_up_to_the_stop_string(tiny_model, tmp_path):
     """Rewards, values by rollouts, evaluations and logged samples."""
     texts = ["engine=scripted", "engine.answers=['2=1', '2=3', '1+2=1']", "sampling.stop='2='"]
     few = ["run.steps=2", "sampling.samples=4", "trainer.batch_size=4", "trainer.group_size=4"]
@@ -118,25 +113,25 @@ def test_a_run_reads_answers_up_to_the_stop_string(tiny_model: Path, tmp_path: P
         ("sampling.stop=[]", ()),
     ],
 )
-def test_stop_is_a_text_or_a_list_of_texts(setting: str, expected: tuple[str, ...]) -> None:
+def test_stop_is_a_text_or_a_list_of_texts(setting, expected):
     config = load(None, [setting])
     assert config.sampling.stop == expected
     assert Config(**config.nested()) == config
 
 
 @pytest.mark.parametrize("setting", ["sampling.stop=['']", "sampling.stop=['a','']"])
-def test_an_empty_stop_string_is_refused(setting: str) -> None:
+def test_an_empty_stop_string_is_refused(setting):
     with pytest.raises(ValueError, match=r"sampling\.stop\.\d = '': String should have at least 1"):
         load(None, [setting])
 
 
-def test_a_special_token_is_refused_as_a_stop_string(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_special_token_is_refused_as_a_stop_string(tiny_model, tmp_path):
     config = toy_config(tiny_model, tmp_path, "sampling.stop=['=<eos>']")
     with pytest.raises(ValueError, match=r"no special tokens; set policy\.eos_token='<eos>'"):
         check(config)
 
 
-def test_a_resumed_run_keeps_its_stop_strings(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_stop_strings(tiny_model, tmp_path):
     """The responses in the buffer end with them."""
     before = toy_config(tiny_model, tmp_path, "sampling.stop=['a','b']")
     check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['b','a']"), before)

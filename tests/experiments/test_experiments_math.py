@@ -1,7 +1,5 @@
 """The experiments on GSM8K and MATH: their settings are the paper's, and the small ones run."""
 
-from __future__ import annotations
-
 import json
 import math
 import string
@@ -94,9 +92,7 @@ def settings_of(name: str, fakes: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*PAPER, *SMALL])
-def test_a_dry_run_accepts_it(
-    name: str, fakes: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_accepts_it(name, fakes, capsys):
     """And what it would run has the paper's settings, defaults included."""
     train([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, fakes)], dry_run=True)
     told = capsys.readouterr()
@@ -108,14 +104,14 @@ def test_a_dry_run_accepts_it(
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_hub_names_are_the_papers(name: str) -> None:
+def test_hub_names_are_the_papers(name):
     given = load(EXPERIMENTS / f"{name}.toml")
     assert given.policy.model == PAPER[name]["policy"]["model"]
     assert given.task.options.get("held_out_data") == PAPER[name]["task"].get("held_out_data")
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_one_runs(name: str, fakes: list[str], tmp_path: Path) -> None:
+def test_a_small_one_runs(name, fakes, tmp_path):
     """All of its steps, in this process, with answers that are graded."""
     more = [f"run.folder={tmp_path / 'run'}", "runtime.use=local", "sampling.max_tokens=8"]
     more += ["log.console=off", "log.tensorboard=false"]

@@ -1,11 +1,8 @@
 """The experiments that are no form of one of the paper's pass a dry run, and begin to train."""
 
-from __future__ import annotations
-
 import json
 import re
 import string
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,12 +23,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_a_dry_run_goes_through(
-    name: str,
-    make_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dry_run_goes_through(name, make_model, monkeypatch, capsys):
     pytest.importorskip(NEEDS[name], reason="an extra: see pyproject.toml")
     monkeypatch.chdir(ROOT)
     letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n"]
@@ -44,9 +36,7 @@ def test_a_dry_run_goes_through(
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_its_first_steps_run(
-    name: str, make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_its_first_steps_run(name, make_model, monkeypatch, tmp_path):
     pytest.importorskip(NEEDS[name], reason="an extra: see pyproject.toml")
     monkeypatch.chdir(ROOT)
     letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n"]
@@ -62,9 +52,7 @@ def test_its_first_steps_run(
     assert {"sampled_reward", "greedy_reward"} <= summary.first.keys() == summary.last.keys()
 
 
-def test_the_smoke_run_of_one_gpu(
-    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_smoke_run_of_one_gpu(make_model, monkeypatch, tmp_path):
     """The two variants are settings in its first lines."""
     monkeypatch.setattr("tba.engines.vllm._check_installed", lambda gpus: None)
     row = {"question": "1 + 1?", "answer": "#### 2"}
@@ -83,7 +71,7 @@ def test_the_smoke_run_of_one_gpu(
         assert setup.engine.can_sleep and setup.config.runtime.colocate == "sleep"
 
 
-def test_every_experiment_has_a_dry_run() -> None:
+def test_every_experiment_has_a_dry_run():
     """The tests name each file, or what it adds to a common beginning."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for path in (ROOT / "experiments").glob("*.toml"):

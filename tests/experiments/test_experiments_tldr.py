@@ -1,7 +1,5 @@
 """The TL;DR experiments: the paper's settings, and that they run, on local stand-ins."""
 
-from __future__ import annotations
-
 import json
 import string
 import sys
@@ -52,7 +50,7 @@ def fakes(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_settings_are_the_papers(size: str) -> None:
+def test_the_settings_are_the_papers(size):
     c = load(EXPERIMENTS / f"tldr_pythia{size}.toml")
     assert c.run.steps == SIZES[size]
     assert c.policy.model == f"mnoukhov/pythia{size}-sft-tldr"
@@ -79,7 +77,7 @@ def test_the_settings_are_the_papers(size: str) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_beta_is_cut_at_the_32nd_step(size: str) -> None:
+def test_beta_is_cut_at_the_32nd_step(size):
     objective = load(EXPERIMENTS / f"tldr_pythia{size}.toml").objective
     plugin = resolve("objectives", "objective", objective.use, objective.options)
     betas = [plugin.at(step).beta for step in range(256)]
@@ -90,9 +88,7 @@ def test_beta_is_cut_at_the_32nd_step(size: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*(f"tldr_pythia{size}" for size in SIZES), "tldr_small"])
-def test_the_experiment_passes_a_dry_run(
-    name: str, fakes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_experiment_passes_a_dry_run(name, fakes, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["tba", "train", str(EXPERIMENTS / f"{name}.toml"), "--dry-run", *fakes]
     monkeypatch.setattr(sys, "argv", command)
@@ -104,7 +100,7 @@ def test_the_experiment_passes_a_dry_run(
     assert json.loads(out)["task"]["use"] == "tldr"
 
 
-def test_the_study_compares_the_papers_objectives(fakes: list[str]) -> None:
+def test_the_study_compares_the_papers_objectives(fakes):
     """On the settings of each size; the baselines on policy and at a lag of 15."""
     for size in SIZES:
         base = f"study.base=../../experiments/tldr_pythia{size}.toml"
@@ -123,13 +119,13 @@ def _run(c: Config) -> tuple[Any, ...]:
     return o.use, o.options["beta"], r.lag, r.publish_every, c.strategy.use, c.replay.first_fill
 
 
-def test_the_small_study_has_two_points(fakes: list[str]) -> None:
+def test_the_small_study_has_two_points(fakes):
     configs = check_study(read_study(STUDIES / "small.toml", fakes))
     assert [c.objective.use for c in configs] == ["online_dpo", "tb"]
 
 
 @pytest.mark.parametrize("objective", ["tb", "online_dpo"])
-def test_the_small_variant_runs(objective: str, fakes: list[str], tmp_path: Path) -> None:
+def test_the_small_variant_runs(objective, fakes, tmp_path):
     settings = [
         *fakes, f"objective={objective}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
         "runtime.use=local", "reward.isolate=none", "trainer.batch_size=8",
@@ -157,7 +153,7 @@ def comparison(i: int, winner: str) -> dict[str, Any]:
     return {"id": f"t{i}", **texts, "reference": " ours ", "response": "theirs", "winner": winner}
 
 
-def test_posts_are_divided_and_ties_are_dropped(script: ModuleType) -> None:
+def test_posts_are_divided_and_ties_are_dropped(script):
     winners = ("reference", "response", "tie")
     rows = [comparison(i // 2, winners[i % 3]) for i in range(1000)]  # two of each post
     parts = script.divide(rows, seed=0)
@@ -178,7 +174,7 @@ def test_posts_are_divided_and_ties_are_dropped(script: ModuleType) -> None:
 @pytest.mark.skipif(
     not COMPARISONS.is_file(), reason="needs the comparisons in ../shared/data/tldr"
 )
-def test_the_comparisons_at_hand_can_be_divided(script: ModuleType) -> None:
+def test_the_comparisons_at_hand_can_be_divided(script):
     rows = [json.loads(line) for line in COMPARISONS.read_text().split("\n") if line]
     parts = script.divide(rows, seed=0)
     assert {name: len(own) for name, own in parts.items()} == script.PARTS

@@ -1,7 +1,5 @@
 """The red-teaming experiments have the paper's settings, and go through with small stand-ins."""
 
-from __future__ import annotations
-
 import json
 import math
 import string
@@ -76,9 +74,7 @@ def setting(given: dict[str, Any], key: str) -> Any:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_settings_are_the_papers(
-    name: str, fakes: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_the_papers(name, fakes, capsys):
     """Of the config that would run, defaults included, but for what stand-ins replace."""
     train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
     checked, given = json.loads(capsys.readouterr().out), load(FILES[name]).nested()
@@ -89,7 +85,7 @@ def test_settings_are_the_papers(
     assert setting(checked, "eval.prompts") * setting(checked, "eval.samples") == 1024
 
 
-def test_the_baseline_differs_in_what_makes_it_one() -> None:
+def test_the_baseline_differs_in_what_makes_it_one():
     ours, theirs = tables("gpt2"), tables("gflownet")
     assert theirs["objective"].pop("use") == "tb_learned_z"
     assert ours["objective"].pop("use") == "tb"
@@ -131,16 +127,14 @@ def replaced(name: str, fakes: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_dry_run_goes_through(
-    name: str, fakes: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_goes_through(name, fakes, capsys):
     train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
     out, err = capsys.readouterr()
     assert "config OK (dry run): 1 training prompts, 8 held out" in err
     assert json.loads(out)["task"]["use"] == "redteam"
 
 
-def test_the_small_one_runs(fakes: dict[str, str], tmp_path: Path) -> None:
+def test_the_small_one_runs(fakes, tmp_path):
     few = [
         f"run.folder={tmp_path / 'run'}", "run.steps=3", "runtime.use=local", "sampling.samples=4",
         "trainer.batch_size=4", "trainer.group_size=4", "eval.prompts=2", "eval.samples=3",
@@ -152,7 +146,7 @@ def test_the_small_one_runs(fakes: dict[str, str], tmp_path: Path) -> None:
     assert not summary.rejected
 
 
-def test_the_study_compares_searchers_at_equal_steps(fakes: dict[str, str]) -> None:
+def test_the_study_compares_searchers_at_equal_steps(fakes):
     study = read_study(ROOT / "studies/redteam/study.toml", replaced("small", fakes))
     configs = check_study(study)
     runs = [(c.runtime.use, c.runtime.searchers, c.run.seed) for c in configs]
@@ -161,7 +155,7 @@ def test_the_study_compares_searchers_at_equal_steps(fakes: dict[str, str]) -> N
     assert study.table.metric == "sampled_pass@1"
 
 
-def test_the_judge_of_the_small_one() -> None:
+def test_the_judge_of_the_small_one():
     module = module_at(ROOT / "examples" / "sad_words.py")
     told = ["She smiled.", "She was sad.", '"I am Lost," he cried!', "a sadder nomad"]
     assert module.sad(told) == [0.0, 0.5, 0.75, 0.0]

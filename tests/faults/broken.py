@@ -4,8 +4,6 @@ A rank is killed, stopped, sleeps or raises while a function runs that the test 
 the objective before it loads, and so replaces these functions by wrappers.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -61,7 +59,7 @@ class Broken(TrajectoryBalance):
             PLANS.append(Plan(self))
 
 
-PLANS: list[Plan] = []
+PLANS: list["Plan"] = []
 """That of this process."""
 
 

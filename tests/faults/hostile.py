@@ -1,7 +1,5 @@
 """Hostile reward functions, by the `kind` of a row. Only a scoring process may load this file."""
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 import ctypes

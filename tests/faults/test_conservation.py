@@ -1,7 +1,5 @@
 """Searchers that are killed and stopped at random moments: no trajectory is lost or doubled."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -122,9 +120,7 @@ def survives_ended_searchers(
 
 @pytest.mark.timeout(900)
 @cases(9, full=20)
-def test_killed_and_stopped_searchers_lose_and_double_nothing(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_killed_and_stopped_searchers_lose_and_double_nothing(case, tiny_model, tmp_path):
     slow = (
         "engine=scripted", "engine.answers=['1','2','3','4','5','6']", "engine.latency=0.3",
         "engine.tail=0.5", "engine.own_reference=true",
@@ -135,8 +131,6 @@ def test_killed_and_stopped_searchers_lose_and_double_nothing(
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
 @pytest.mark.timeout(900)
 @cases(9, full=2, part=1)
-def test_killed_and_stopped_searchers_with_vllm_lose_and_double_nothing(
-    case: Case, wide_model: Path, tmp_path: Path
-) -> None:
+def test_killed_and_stopped_searchers_with_vllm_lose_and_double_nothing(case, wide_model, tmp_path):
     own = ("engine=vllm", "engine.kv_cache_gib=0.1", "runtime.start_deadline=300")
     survives_ended_searchers(case, wide_model, tmp_path / "run", 3, 20.0, *own)

@@ -1,7 +1,5 @@
 """A crash at every change that a save makes to a disk; damage to every file of a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -114,9 +112,7 @@ def begun(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 @cases(3, full=40)
-def test_a_crash_at_any_change_of_a_save_or_a_prune_costs_nothing(
-    case: Case, begun: Path, tmp_path: Path
-) -> None:
+def test_a_crash_at_any_change_of_a_save_or_a_prune_costs_nothing(case, begun, tmp_path):
     """Of a resumed run of two steps, whose metrics and samples are written as well."""
     changes = int((begun / "changes").read_text())
     assert changes > 60
@@ -154,8 +150,8 @@ def started_again(chosen: Config, folder: Path) -> None:
 @pytest.mark.timeout(600)
 @cases(3, full=20)
 def test_a_crash_at_any_change_of_a_new_run_leaves_it_resumable_or_says_what_to_do(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+    case, tiny_model, tmp_path
+):
     whole = tmp_path / "whole"
     torch.manual_seed(0)
     run(config(tiny_model, whole, *SAVES, "run.steps=2"))
@@ -199,9 +195,7 @@ def twice(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cases(4, full=25, quick=1)
-def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_named(
-    case: Case, twice: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_named(case, twice, tmp_path, caplog):
     """In each file of the newest generation. The one before is used; a run resumed from it ends
     as the whole one did."""
     folder = tmp_path / "run"
@@ -232,9 +226,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_named(
 
 
 @cases(21, full=1, quick=1)
-def test_a_checkpoint_of_another_format_is_refused_with_what_to_do(
-    case: Case, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_format_is_refused_with_what_to_do(case, tmp_path):
     for state in ({}, *({"format": number} for number in (*range(FORMAT), FORMAT + 1, "6", None))):
         (tmp_path / STATE).write_text(json.dumps(state))
         told = "another version of tba and cannot be resumed by this one; `tba export` still writes"

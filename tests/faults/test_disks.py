@@ -1,7 +1,5 @@
 """Disks that are full, that cannot be written to, and folders that are gone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from build import as_settings, config
-from suite import Case, carry_out, cases, forked, until
+from suite import carry_out, cases, forked, until
 
 from tba.assemble import run
 from tba.cli import _config
@@ -72,8 +70,8 @@ def fill(ballast: Path, left: int) -> None:
 
 @cases(13, full=10)
 def test_a_disk_that_is_full_ends_the_run_and_costs_no_step_that_was_saved(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+    case, tiny_model, tmp_path
+):
     """Something else fills it at a random moment, and frees it later."""
     with disk(tmp_path / "disk", "24m") as place:
         folder, ballast = place / "run", place / "ballast"
@@ -100,9 +98,7 @@ def test_a_disk_that_is_full_ends_the_run_and_costs_no_step_that_was_saved(
 
 
 @cases(13, full=5, part=1)
-def test_a_disk_that_becomes_read_only_costs_nothing(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_becomes_read_only_costs_nothing(case, tiny_model, tmp_path):
     """The run ends with the reason, and goes on once the disk can be written to again."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -128,9 +124,7 @@ def test_a_disk_that_becomes_read_only_costs_nothing(
 
 
 @cases(13, full=5, part=1)
-def test_a_folder_that_is_removed_ends_the_run(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_removed_ends_the_run(case, tiny_model, tmp_path):
     """And goes on once it is back."""
     folder = tmp_path / "run"
     chosen = as_settings(config(tiny_model, folder, *SETTINGS, "run.steps=100000"))

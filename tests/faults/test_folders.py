@@ -1,7 +1,5 @@
 """Two runs in one folder, and what is never read, run or told."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from build import as_settings, config
-from suite import FORKS, Case, carry_out, cases, forked, source_nodes, until
+from suite import FORKS, carry_out, cases, forked, source_nodes, until
 
 from tba.assemble import run
 from tba.cli import _config
@@ -38,7 +36,7 @@ def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
 
 
 @cases(22, full=25)
-def test_one_of_several_runs_in_a_folder_wins(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+def test_one_of_several_runs_in_a_folder_wins(case, tiny_model, tmp_path):
     """Three at the same moment, new or resumed; the others are refused and write nothing."""
     folder, resumed = tmp_path / "run", case.index % 2 == 1
     chosen = config(tiny_model, folder, "eval.prompts=0", "run.steps=150", "checkpoint.every=0")
@@ -75,7 +73,7 @@ PICKLES = {
 
 
 @cases(23, full=1, quick=1)
-def test_no_file_is_unpickled(case: Case) -> None:
+def test_no_file_is_unpickled(case):
     """Pickles are used where both ends are processes of one run."""
     users = set()
     for file, node in source_nodes():
@@ -96,9 +94,7 @@ from transformers import LlamaConfig as Config, LlamaForCausalLM as Model
 
 
 @cases(23, full=3, quick=1)
-def test_code_that_comes_with_a_model_is_not_run(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_code_that_comes_with_a_model_is_not_run(case, tiny_model, tmp_path):
     """`auto_map` in the config of a model, of a tokenizer, and of both."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     (model / "code.py").write_text(CODE)
@@ -118,8 +114,8 @@ def test_code_that_comes_with_a_model_is_not_run(
 
 @cases(23, full=3, quick=1)
 def test_a_secret_of_the_environment_is_in_no_file_of_a_run(
-    case: Case, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    case, tiny_model, tmp_path, monkeypatch
+):
     """Keys of the hub, of a judge and of Weights & Biases; in no file, page or export."""
     canary = f"hf_canary{case.rng.integers(10**12)}"
     for name in ("HF_TOKEN", "OPENAI_API_KEY", "WANDB_API_KEY", "SECRET"):
@@ -152,7 +148,7 @@ def intrude(folder: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @cases(23, full=1, quick=1)
-def test_another_user_cannot_change_or_end_a_run(case: Case, tiny_model: Path) -> None:
+def test_another_user_cannot_change_or_end_a_run(case, tiny_model):
     """With the usual umask; who may read it is decided by that of the user."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)

@@ -1,7 +1,5 @@
 """Random configs, and random histories of the buffer and of the prompt stream."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter
@@ -20,7 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from suite import RECORDS, Case, cases
+from suite import RECORDS, cases
 
 from tba.config.plugins import names, resolve_all, with_defaults
 from tba.config.schema import DEFAULT, Config, inner_table, load
@@ -94,7 +92,7 @@ def is_refused_in_words(build: Any) -> bool:
 
 @pytest.mark.timeout(900)
 @cases(24, full=20, quick=1)
-def test_any_config_is_accepted_or_refused_in_words(case: Case, tmp_path: Path) -> None:
+def test_any_config_is_accepted_or_refused_in_words(case, tmp_path):
     """Overrides, tables, and TOML files with some bytes changed; never another error."""
     tried: Counter[bool] = Counter()
     default, file = DEFAULT.read_bytes(), tmp_path / "run.toml"
@@ -261,7 +259,7 @@ class StreamHistory(RuleBasedStateMachine):
 
 @pytest.mark.timeout(900)
 @cases(25, full=10, quick=1)
-def test_any_history_of_the_buffer_is_that_of_a_plain_model(case: Case) -> None:
+def test_any_history_of_the_buffer_is_that_of_a_plain_model(case):
     """Arrivals, duplicates, evictions, new references, draws, saves and loads."""
     history = seed(case.index)(type("History", (BufferHistory,), {}))
     run_state_machine_as_test(history, settings=settings(QUIET, max_examples=HISTORIES))
@@ -271,9 +269,7 @@ def test_any_history_of_the_buffer_is_that_of_a_plain_model(case: Case) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("selection", [Cyclic, Uniform, Difficulty])
 @cases(25, full=10, quick=1)
-def test_any_history_of_the_prompt_stream_loses_and_doubles_nothing(
-    case: Case, selection: type
-) -> None:
+def test_any_history_of_the_prompt_stream_loses_and_doubles_nothing(case, selection):
     """Searches that end in any order, are lost, or end with their process."""
     history = seed(case.index)(type("History", (StreamHistory,), {"selection": selection}))
     run_state_machine_as_test(history, settings=settings(QUIET, max_examples=HISTORIES))

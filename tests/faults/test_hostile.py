@@ -1,10 +1,7 @@
 """Hostile rewards, prompts and texts cost what they touch, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import psutil
 import pytest
 from build import config, data
 from build import isolation_reasons as reasons
-from suite import Case, alive, cases, until
+from suite import alive, cases, until
 
 from tba.assemble import open_run
 from tba.cli import _config
@@ -38,7 +35,7 @@ def guard(request: pytest.FixtureRequest) -> Scoring:
 
 @pytest.mark.parametrize("guard", ["score", "score_later"], indirect=True)
 @cases(5, full=len(hostile.KINDS), part=len(hostile.KINDS))
-def test_a_hostile_reward_costs_its_own_group(case: Case, guard: Scoring) -> None:
+def test_a_hostile_reward_costs_its_own_group(case, guard):
     """Groups before and after it get their rewards; nothing is left of its process."""
     kind = hostile.KINDS[case.index]
     before, threads = set(psutil.Process().children()), set(threading.enumerate())
@@ -86,7 +83,7 @@ def all_others_are_right(folder: Path, bad: set[str]) -> None:
 
 @pytest.mark.timeout(600)
 @cases(16, full=10, part=4)
-def test_poison_prompts_do_not_end_a_run(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+def test_poison_prompts_do_not_end_a_run(case, tiny_model, tmp_path):
     """Two of forty prompts end the scoring process, whenever they come, also after a resume."""
     folder = tmp_path / "run"
     deadly = [k for k in hostile.KINDS if k.startswith(("exits", "aborts", "kills", "reads"))]
@@ -117,9 +114,7 @@ TEXTS = (
 
 
 @cases(15, full=len(TEXTS), quick=2, part=len(TEXTS))
-def test_hostile_text_stays_text_from_the_data_to_the_page(
-    case: Case, make_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_text_stays_text_from_the_data_to_the_page(case, make_model, tmp_path, capsys):
     """In prompts, columns and completions; in files, on the console and in the report."""
     text = TEXTS[case.index]
     letters = sorted({*text, *"0123456789+="})

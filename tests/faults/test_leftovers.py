@@ -1,7 +1,5 @@
 """Processes of a run on Ray that are killed: the run goes on or saves, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -173,9 +171,7 @@ def leaves_nothing_and_goes_on(
 
 @pytest.mark.timeout(600)
 @cases(11, full=50, part=10)
-def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(case, tiny_model, tmp_path):
     """Driver, raylet, GCS, an agent, a searcher or the watcher."""
     name = list(VICTIMS)[case.index % len(VICTIMS)]
     slow = ("engine=scripted", "engine.answers=['1','2','33']", "engine.latency=0.05")
@@ -186,9 +182,7 @@ def test_whatever_is_killed_leaves_nothing_behind_and_goes_on(
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
 @pytest.mark.timeout(900)
 @cases(11, full=3, part=1)
-def test_whatever_is_killed_with_vllm_leaves_nothing_behind_and_goes_on(
-    case: Case, wide_model: Path, tmp_path: Path
-) -> None:
+def test_whatever_is_killed_with_vllm_leaves_nothing_behind_and_goes_on(case, wide_model, tmp_path):
     name = ("searcher", "driver", "raylet")[case.index]
     own = ("engine=vllm", "engine.kv_cache_gib=0.1")
     leaves_nothing_and_goes_on(case, name, wide_model, tmp_path / "run", *own)
@@ -197,9 +191,7 @@ def test_whatever_is_killed_with_vllm_leaves_nothing_behind_and_goes_on(
 @pytest.mark.fault
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("after", [0.0, 0.5, 2.0])
-def test_a_stop_while_ray_starts_ends_the_run_and_leaves_nothing(
-    after: float, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_stop_while_ray_starts_ends_the_run_and_leaves_nothing(after, tiny_model, tmp_path):
     """The run ends without Python's last collection, which takes longer than everything else."""
     chosen = config(tiny_model, tmp_path / "run", "run.steps=1000000")
     with started(tmp_path / "run", as_settings(chosen)) as run:
@@ -216,9 +208,7 @@ def test_a_stop_while_ray_starts_ends_the_run_and_leaves_nothing(
 
 @pytest.mark.fault
 @pytest.mark.timeout(600)
-def test_a_searcher_that_ray_ends_because_memory_is_full_is_told(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_searcher_that_ray_ends_because_memory_is_full_is_told(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "RAY_memory_usage_threshold", "0.01")
     monkeypatch.setitem(ENVIRONMENT, "RAY_memory_monitor_refresh_ms", "100")
     chosen = config(tiny_model, tmp_path / "run", "runtime.max_restarts=0", "run.steps=1000000")

@@ -1,7 +1,5 @@
 """Many faults in a row: nothing grows, and a run that cannot go on ends with a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ import psutil
 import pytest
 from build import as_settings, config, conserved, goes_on, ray_config
 from fakes import count
-from suite import Case, carry_out, cases, forked
+from suite import carry_out, cases, forked
 
 from tba.assemble import open_run, run
 from tba.cli import _config
@@ -73,9 +71,7 @@ class Usage:
 
 @pytest.mark.timeout(1800)
 @cases(14, full=2, part=1)
-def test_nothing_grows_in_a_long_run_with_faults(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_nothing_grows_in_a_long_run_with_faults(case, tiny_model, tmp_path):
     """Thousands of steps, with over a hundred hostile rewards; the buffer is full after a few."""
     steps = (2500, 12000)[case.index]
     bad = [k for k in hostile.KINDS if not k.startswith(("sleeps", "waits", "holds", "returns no"))]
@@ -120,9 +116,7 @@ def test_nothing_grows_in_a_long_run_with_faults(
 
 
 @cases(20, full=5, quick=1, part=2)
-def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(case, tiny_model, tmp_path):
     """An engine that fails for good after some calls; when it works again, the run goes on."""
     folder, calls = tmp_path / "run", tmp_path / "calls"
     start = int(case.rng.integers(3, 9))
@@ -146,8 +140,8 @@ def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(
 @pytest.mark.timeout(600)
 @cases(20, full=2, part=1)
 def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
-    case: Case, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    case, tiny_model, tmp_path, caplog
+):
     """A searcher that fails for good after some searches: the second restart waits, the next ones
     twice as long each. When it works again, the run goes on, and no prompt is lost."""
     folder, calls = tmp_path / "run", tmp_path / "calls"
@@ -175,9 +169,7 @@ def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
 
 
 @cases(18, full=10, quick=1)
-def test_stragglers_and_a_full_buffer_lose_and_double_nothing(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_stragglers_and_a_full_buffer_lose_and_double_nothing(case, tiny_model, tmp_path):
     """Searches whose time is spread over three orders of magnitude, a buffer of a batch or two."""
     capacity = int(case.rng.integers(4, 30))
     settings = (
@@ -205,9 +197,7 @@ class Stale(Transformers):
 
 
 @cases(19, full=5, quick=1)
-def test_an_engine_that_never_takes_new_weights_is_noticed(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_engine_that_never_takes_new_weights_is_noticed(case, tiny_model, tmp_path):
     """Its log-probs are then not the trainer's: the run ends."""
     settings = (
         "engine=test_long_runs.Stale", "eval.prompts=0", f"run.seed={case.index}",

@@ -1,7 +1,5 @@
 """Two machines of a cluster, each a name space: slow and cut networks, machines that leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -167,8 +165,8 @@ def head_of(ending: ExitStack, cpus: int) -> tuple[str, str]:
 @pytest.mark.timeout(900)
 @cases(8, full=6, part=3)
 def test_a_slow_or_broken_network_between_two_machines_loses_and_doubles_nothing(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+    case, tiny_model, tmp_path
+):
     """Four searchers on both. Training goes on with those that are left, and the run ends well."""
     fault = FAULTS[case.index % len(FAULTS)]
     with ExitStack() as ending:
@@ -204,9 +202,7 @@ def joins_and_dies(case: Case, one: str, other: str, folder: Path) -> None:
 
 @pytest.mark.timeout(1800)
 @cases(8, full=2, part=1)
-def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(case, tiny_model, tmp_path):
     """It joins late, is killed, and joins again. Two searchers on the first one go on."""
     folder = tmp_path / "run"
     chosen = as_settings(config(tiny_model, folder, *SETTINGS))
@@ -229,9 +225,7 @@ def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(
 
 @pytest.mark.fault
 @pytest.mark.timeout(900)
-def test_ranks_of_the_trainer_are_on_the_machine_with_room_for_all(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_ranks_of_the_trainer_are_on_the_machine_with_room_for_all(tiny_model, tmp_path):
     """It is not the machine of the train loop. The searcher may be on any."""
     settings = (*SETTINGS, "trainer.devices=2", "runtime.searchers=1", "run.steps=5")
     chosen = as_settings(config(tiny_model, tmp_path / "run", *settings))
@@ -248,9 +242,7 @@ def test_ranks_of_the_trainer_are_on_the_machine_with_room_for_all(
 @pytest.mark.fault
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("devices", "status"), [(1, 1), (2, 2)])
-def test_a_machine_that_cannot_see_the_model_is_named(
-    devices: int, status: int, tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_cannot_see_the_model_is_named(devices, status, tiny_model, tmp_path, capfd):
     """Something else is in the place of the folder there, for the searchers and for the ranks."""
     settings = (*SETTINGS, f"trainer.devices={devices}", "runtime.searchers={min=1,max=2}")
     chosen = [*as_settings(config(tiny_model, tmp_path / "run", *settings[:-1])), settings[-1]]
@@ -274,7 +266,7 @@ def memory(run: subprocess.Popen[bytes]) -> float:
 @pytest.mark.fault
 @pytest.mark.skipif(not FULL, reason="takes ten minutes: FULL=1")
 @pytest.mark.timeout(3600)
-def test_memory_is_flat_while_a_machine_comes_and_goes(tiny_model: Path, tmp_path: Path) -> None:
+def test_memory_is_flat_while_a_machine_comes_and_goes(tiny_model, tmp_path):
     """Half of the searchers are on it: 64 in all, or as many as half of the memory holds."""
     folder = tmp_path / "run"
     each = max(1, min(32, int(psutil.virtual_memory().available / 2e9)))

@@ -1,7 +1,5 @@
 """NaN and infinity wherever they can enter, and weights that are not those of one version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,18 +149,14 @@ PLACES = (
 
 
 @cases(6, full=42, quick=len(PLACES), part=21)
-def test_what_is_not_finite_never_reaches_a_weight(
-    case: Case, tiny_model: Path, batch: Batch
-) -> None:
+def test_what_is_not_finite_never_reaches_a_weight(case, tiny_model, batch):
     """At seven places: rewards, trajectories, batches, gradients, losses, weights in and out."""
     place, wrong = PLACES[case.index % len(PLACES)], WRONG[case.index // len(PLACES) % len(WRONG)]
     place(wrong, tiny_model, batch, case)
 
 
 @cases(6, full=3, quick=1, part=3)
-def test_a_run_that_diverges_ends_with_a_sound_checkpoint(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_diverges_ends_with_a_sound_checkpoint(case, tiny_model, tmp_path):
     """The loss is not finite after five steps; another objective goes on from the fourth."""
     folder, kind = tmp_path / "run", case.index + 1.0
     schedule = f"{{start=0.0, end=0.0, steps=1, cut_step=5, cut_to={kind}}}"
@@ -206,9 +200,7 @@ TORN = (missing, cut, of_another_version, swapped)
 
 
 @cases(17, full=20, quick=4)
-def test_torn_weights_are_refused_or_show_in_the_gap(
-    case: Case, tiny_model: Path, batch: Batch
-) -> None:
+def test_torn_weights_are_refused_or_show_in_the_gap(case, tiny_model, batch):
     """Each tensor in turn. Names and shapes are checked before anything is loaded; what has the
     right shape shows in the log-probs, hundreds of times above the noise."""
     tear = TORN[case.index % len(TORN)]

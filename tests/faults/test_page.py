@@ -1,7 +1,5 @@
 """The page on reliability says what tests show."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -25,7 +23,7 @@ def names_in(file: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_sentence_names_tests_that_exist(script: ModuleType) -> None:
+def test_every_sentence_names_tests_that_exist(script):
     claims = script.claims()
     assert {claim["entry"] for claim in claims} == set(range(1, len(script.TITLES) + 1))
     for claim in claims:
@@ -44,7 +42,7 @@ def collected(*arguments: str) -> set[str]:
 
 
 @pytest.mark.fault
-def test_make_test_or_make_faults_runs_the_tests_of_every_sentence(script: ModuleType) -> None:
+def test_make_test_or_make_faults_runs_the_tests_of_every_sentence(script):
     told = {test for claim in script.claims() for test in claim["tests"]}
     by_test = collected(*sorted({test.partition("::")[0] for test in told}))
     by_faults = collected("-m", "not gpu", "tests/faults", *script.cited())
@@ -52,7 +50,7 @@ def test_make_test_or_make_faults_runs_the_tests_of_every_sentence(script: Modul
     assert {*script.cited()} == {t for t in told - by_test if not t.startswith("tests/faults/")}
 
 
-def test_what_was_not_measured_or_skipped_is_no_zero(script: ModuleType) -> None:
+def test_what_was_not_measured_or_skipped_is_no_zero(script):
     line = {
         "test": "t", "entry": 1, "tried": 2, "survived": 2, "seconds": None, "full": False,
         "reason": "", "outcome": "passed", "leftovers": None,
@@ -65,7 +63,7 @@ def test_what_was_not_measured_or_skipped_is_no_zero(script: ModuleType) -> None
     assert cells.format("0").replace("2 skipped", "1 skipped") in script.table(rows)
 
 
-def test_every_entry_has_cases_and_is_told_of(script: ModuleType) -> None:
+def test_every_entry_has_cases_and_is_told_of(script):
     told = {test for claim in script.claims() for test in claim["tests"]}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -75,7 +73,7 @@ def test_every_entry_has_cases_and_is_told_of(script: ModuleType) -> None:
                 assert f"tests/faults/{path.name}::{node.name}" in told, node.name
 
 
-def test_the_page_is_up_to_date(script: ModuleType) -> None:
+def test_the_page_is_up_to_date(script):
     """The script runs on its own, without what pytest adds to the path."""
     code = f"import runpy; print(runpy.run_path({str(script.__file__)!r})['page'](), end='')"
     command = [sys.executable, "-P", "-c", code]
@@ -85,7 +83,7 @@ def test_the_page_is_up_to_date(script: ModuleType) -> None:
     )
 
 
-def test_a_case_that_has_passed_counts_until_a_file_that_it_imports_changes() -> None:
+def test_a_case_that_has_passed_counts_until_a_file_that_it_imports_changes():
     files = {path.name for path in imported(Path(__file__).with_name("test_leftovers.py"))}
     assert {"test_leftovers.py", "suite.py", "build.py", "exact.py"} <= files
     assert "hostile.py" not in files
@@ -93,5 +91,5 @@ def test_a_case_that_has_passed_counts_until_a_file_that_it_imports_changes() ->
     assert {"hostile.py", "build.py"} <= files
 
 
-def test_cases_have_random_numbers_of_their_own() -> None:
+def test_cases_have_random_numbers_of_their_own():
     assert Case(10, 3).rng.random() == Case(10, 3).rng.random() != Case(10, 4).rng.random()

@@ -1,7 +1,5 @@
 """Ranks of a trainer that die, hang or fail: the run goes on from its newest checkpoint."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from build import children, conserved, goes_on, nothing_is_left, ray_config, steps
-from suite import Case, cases, command_of
+from suite import cases, command_of
 
 import tba
 from tba.assemble import run
@@ -130,9 +128,7 @@ def waits_for_new_groups(folder: Path, groups: int) -> None:
 
 @pytest.mark.timeout(600)
 @cases(27, full=20)
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
-    case: Case, tiny_model: Path, watch: Watch
-) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(case, tiny_model, watch):
     """At a random moment; while a rank loads, another one is killed."""
     moment = list(MOMENTS)[case.index % len(MOMENTS)]
     first, last = MOMENTS[moment]
@@ -162,9 +158,7 @@ HANGS = {"stop": 2.0, "sleep": 2.0, "raise": -4.0}
 
 @pytest.mark.timeout(600)
 @cases(27, full=6, part=3)
-def test_a_rank_that_stops_sleeps_or_raises_is_ended_at_the_deadline(
-    case: Case, tiny_model: Path, watch: Watch
-) -> None:
+def test_a_rank_that_stops_sleeps_or_raises_is_ended_at_the_deadline(case, tiny_model, watch):
     fault = list(HANGS)[case.index % len(HANGS)]
     moment = case.pick(["forward", "backward", "optimizer"])
     rank, deadline = int(case.rng.integers(2)), 6.0
@@ -183,9 +177,7 @@ def test_a_rank_that_stops_sleeps_or_raises_is_ended_at_the_deadline(
 
 @pytest.mark.timeout(600)
 @cases(27, full=1)
-def test_a_run_without_restarts_left_ends_with_a_sound_checkpoint(
-    case: Case, tiny_model: Path, watch: Watch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_restarts_left_ends_with_a_sound_checkpoint(case, tiny_model, watch, caplog):
     """A damaged file is then named, and the checkpoint before it is used."""
     faults = "objective.faults=optimizer kill 1 4,forward kill 0 9"
     given = config(tiny_model, watch, faults, "trainer.max_restarts=1")
@@ -205,9 +197,7 @@ def test_a_run_without_restarts_left_ends_with_a_sound_checkpoint(
 
 @pytest.mark.timeout(600)
 @cases(27, full=2)
-def test_a_checkpoint_that_a_rank_cannot_finish_is_never_visible(
-    case: Case, tiny_model: Path, watch: Watch
-) -> None:
+def test_a_checkpoint_that_a_rank_cannot_finish_is_never_visible(case, tiny_model, watch):
     """The disk is full while it writes, which ends the run; or it is killed between two files."""
     fault = ("full", "kill")[case.index]
     given = config(tiny_model, watch, f"objective.faults=file {fault} 0 3")
@@ -223,9 +213,7 @@ def test_a_checkpoint_that_a_rank_cannot_finish_is_never_visible(
 
 @pytest.mark.timeout(600)
 @cases(27, full=1)
-def test_a_run_that_was_started_from_python_is_restarted_with_its_rows(
-    case: Case, tiny_model: Path, watch: Watch
-) -> None:
+def test_a_run_that_was_started_from_python_is_restarted_with_its_rows(case, tiny_model, watch):
     rows = [{"prompt": f"{i}+1="} for i in range(2000)]
     given = config(tiny_model, watch, "objective.faults=forward kill 1 9").nested()
     del given["task"]
@@ -240,9 +228,7 @@ def _length(completions: list[str]) -> list[float]:
 
 @pytest.mark.timeout(600)
 @cases(27, full=1)
-def test_a_run_without_a_checkpoint_does_not_begin_anew(
-    case: Case, tiny_model: Path, watch: Watch
-) -> None:
+def test_a_run_without_a_checkpoint_does_not_begin_anew(case, tiny_model, watch):
     now = ("objective.faults=forward raise 1 3", "checkpoint.every=0", "objective.checkpoints=")
     given = config(tiny_model, watch, *now)
     with pytest.raises(TrainerLost, match=r"no checkpoint yet: remove its folder"):

@@ -1,7 +1,5 @@
 """A run resumes exactly: from every step, on several searchers, whatever the wall clock says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from build import config, end_alike, newest_files, ray_config, replayed
-from suite import Case, cases, source_nodes
+from suite import cases, source_nodes
 
 from tba.assemble import run
 from tba.cli import _config
@@ -56,9 +54,7 @@ def runs(
 
 
 @cases(1, full=STEPS * len(CONFIGS))
-def test_a_run_resumes_exactly_from_every_step(
-    case: Case, runs: Callable[[str], tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_a_run_resumes_exactly_from_every_step(case, runs, tmp_path):
     """Thirty steps of eight configs; the process ended after the step, and wrote what came next."""
     step = case.index // len(CONFIGS) + 1
     whole, kept = runs(list(CONFIGS)[case.index % len(CONFIGS)])
@@ -72,9 +68,7 @@ def test_a_run_resumes_exactly_from_every_step(
 
 @pytest.mark.timeout(600)
 @cases(2, full=6, part=3)
-def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(case, tiny_model, tmp_path):
     """One, two and four searchers. The order in which they end must not matter."""
     searchers, stop = (1, 2, 4)[case.index % 3], 2 + case.index // 3
     settings = (
@@ -93,9 +87,7 @@ def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(
 
 
 @cases(7, full=10)
-def test_a_clock_that_jumps_changes_nothing(
-    case: Case, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_jumps_changes_nothing(case, tiny_model, tmp_path, monkeypatch):
     """By up to a year, forwards or backwards, at every look."""
     settings = ("run.steps=12", "checkpoint.every=3", "trainer.learning_rate=1e-3")
     run(config(tiny_model, tmp_path / "whole", *settings))
@@ -116,7 +108,7 @@ WALL_CLOCK = {
 
 
 @cases(7, full=1, quick=1)
-def test_no_deadline_is_of_the_wall_clock(case: Case) -> None:
+def test_no_deadline_is_of_the_wall_clock(case):
     """Every other time is of a clock that never jumps."""
     users = set()
     for file, node in source_nodes():
@@ -131,7 +123,7 @@ def test_no_deadline_is_of_the_wall_clock(case: Case) -> None:
 
 
 @cases(26, full=16, quick=1, part=8)
-def test_an_evaluation_never_touches_training(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+def test_an_evaluation_never_touches_training(case, tiny_model, tmp_path):
     """Evaluated at every step or only at the ends: the same weights, buffer and prompts to come."""
     chosen = settings_of(list(CONFIGS)[case.index % len(CONFIGS)])
     often = (f"eval.samples={1 + case.index % 3}", "eval.k=[]", f"eval.seed={case.index}")

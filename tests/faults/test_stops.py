@@ -1,7 +1,5 @@
 """Signals at random moments: the run saves, leaves, and goes on as if nothing had been."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import torch
 from build import as_settings, config, newest_files, replayed
-from suite import Case, carry_out, cases, forked, until
+from suite import carry_out, cases, forked, until
 
 from tba.assemble import run
 from tba.cli import _config
@@ -41,9 +39,7 @@ def goes_on_exactly(model: Path, folder: Path, step: int) -> None:
 
 
 @cases(10, full=50)
-def test_a_signal_at_any_moment_saves_and_leaves(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_signal_at_any_moment_saves_and_leaves(case, tiny_model, tmp_path):
     """SIGTERM, SIGINT and SIGHUP, within two seconds from the first step on."""
     folder, number = tmp_path / "run", SIGNALS[case.index % len(SIGNALS)]
     chosen = as_settings(config(tiny_model, folder, *SETTINGS, "run.steps=100000"))
@@ -60,7 +56,7 @@ def test_a_signal_at_any_moment_saves_and_leaves(
 
 
 @cases(10, full=10, quick=0, part=2)
-def test_a_second_signal_leaves_at_once(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_second_signal_leaves_at_once(case, tiny_model, tmp_path):
     """With a sound checkpoint of a step before, from which the run goes on exactly."""
     folder = tmp_path / "run"
     settings = (*SETTINGS, "checkpoint.every=1")
@@ -81,7 +77,7 @@ def test_a_second_signal_leaves_at_once(case: Case, tiny_model: Path, tmp_path: 
 
 
 @cases(11, full=20)
-def test_a_killed_local_run_goes_on_exactly(case: Case, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_killed_local_run_goes_on_exactly(case, tiny_model, tmp_path):
     """SIGKILL at a random moment, in most cases within a save."""
     folder = tmp_path / "run"
     settings = (*SETTINGS, "checkpoint.every=1", "log.sample_every=1")

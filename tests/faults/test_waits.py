@@ -1,7 +1,5 @@
 """What hangs is noticed within its deadline."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from build import isolation_judge as judge
 from build import isolation_reasons as reasons
 from build import save_checkpoint as save
 from fakes import Given
-from suite import Case, cases
+from suite import cases
 
 from tba.assemble import open_run
 from tba.engines import EngineError
@@ -206,9 +204,7 @@ HANGS: tuple[Callable[[float, Path, Path], None], ...] = (
 
 
 @cases(12, full=30, quick=len(HANGS), part=12)
-def test_a_hang_is_noticed_within_its_deadline_and_two_seconds(
-    case: Case, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_hang_is_noticed_within_its_deadline_and_two_seconds(case, tiny_model, tmp_path):
     seconds = float(case.rng.uniform(0.3, 1.5))
     HANGS[case.index % len(HANGS)](seconds, tiny_model, tmp_path)
     first, last = TIMES

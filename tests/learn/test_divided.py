@@ -1,8 +1,6 @@
 """Ranks of a trainer: one plan for all of them, and the gradients of one process."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +26,7 @@ from tba.learn import plan, state
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks: int) -> None:
+def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks):
     rng = np.random.default_rng(ranks)
     for seed in range(34):
         groups, samples = int(rng.integers(1, 10)), int(rng.integers(2, 33))
@@ -47,7 +45,7 @@ def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks: int) 
                     assert len(made.passes) == shape.passes
 
 
-def test_the_longest_groups_go_to_the_least_loaded_ranks() -> None:
+def test_the_longest_groups_go_to_the_least_loaded_ranks():
     batch = random_batch(0, groups=7, samples=4, longest=100)
     slots = plan.slots(batch, 10**6, 2, share_prompt=True, can_pack=True)
     (slot,) = slots
@@ -79,13 +77,7 @@ CASES: dict[str, tuple[bool, bool, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("tied", "reshard", "settings"), CASES.values(), ids=CASES)
-def test_gradients_are_those_of_one_process(
-    tied: bool,
-    reshard: bool,
-    settings: tuple[str, ...],
-    make_model: Callable[..., Path],
-    pair: Pair,
-) -> None:
+def test_gradients_are_those_of_one_process(tied, reshard, settings, make_model, pair):
     if "policy.lora.r=4" in settings:
         pytest.importorskip("peft")
     model = make_model(context=256, tied=tied)
@@ -103,9 +95,7 @@ def test_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("kind", ["tied", "llama", "gpt2", "gpt_neox"])
-def test_ranks_begin_with_the_model_in_its_files(
-    kind: str, make_model: Callable[..., Path], pair: Pair
-) -> None:
+def test_ranks_begin_with_the_model_in_its_files(kind, make_model, pair):
     """They read their part of each tensor, and compute what files do not have."""
     model = make_model()
     if kind != "tied":
@@ -119,9 +109,7 @@ def test_ranks_begin_with_the_model_in_its_files(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_first_rank_sends_whole_tensors_between_steps(
-    dtype: str, make_model: Callable[..., Path], pair: Pair
-) -> None:
+def test_the_first_rank_sends_whole_tensors_between_steps(dtype, make_model, pair):
     model = make_model(tied=False)
     setting = f"engine.dtype={dtype}"
     batch = random_batch(1, 3, 4, 6)
@@ -168,8 +156,8 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
     ],
 )
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
-    setting: str, tied: bool, make_model: Callable[..., Path], pair: Pair, tmp_path: Path
-) -> None:
+    setting, tied, make_model, pair, tmp_path
+):
     """One process saves, two load and save, two again, one and three: every tensor is equal."""
     if setting == "policy.lora.r=4":
         pytest.importorskip("peft")
@@ -206,7 +194,7 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
         assert len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes)
 
 
-def test_each_tensor_is_written_by_the_rank_with_the_fewest_bytes() -> None:
+def test_each_tensor_is_written_by_the_rank_with_the_fewest_bytes():
     sizes = {"a": 6, "b": 4, "c": 1, "d": 2, "e": 9}
     parts = [state.Part(rank, 2) for rank in range(2)]
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}

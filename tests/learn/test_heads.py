@@ -1,7 +1,5 @@
 """Heads of objectives: their input, their gradients, and independence of micro-batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -42,7 +40,7 @@ def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
 
 
-def test_a_head_says_nothing_at_first(batch: Batch) -> None:
+def test_a_head_says_nothing_at_first(batch):
     model = make("llama")
     assert Policy(model, 1.0)(batch).head is None
     for head, shape in ((RESPONSE, (3, 4, 5)), (PROMPT, (3,))):
@@ -51,7 +49,7 @@ def test_a_head_says_nothing_at_first(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_reads_the_states_it_should(family: str, batch: Batch) -> None:
+def test_a_head_reads_the_states_it_should(family, batch):
     """The state before each token, or the prompt's mean state, over the root of its width.
 
     Compared with the model itself on one response at a time, without padding.
@@ -74,13 +72,13 @@ def test_a_head_reads_the_states_it_should(family: str, batch: Batch) -> None:
     assert not of_response[~batch.mask].any()
 
 
-def test_a_head_leaves_log_probs_alone(batch: Batch) -> None:
+def test_a_head_leaves_log_probs_alone(batch):
     model = make("llama")
     for head in (RESPONSE, PROMPT):
         assert torch.equal(with_head(model, head).logp(batch), Policy(model, 0.7).logp(batch))
 
 
-def test_the_policy_learns_from_a_head_on_the_response_alone(batch: Batch) -> None:
+def test_the_policy_learns_from_a_head_on_the_response_alone(batch):
     model = make("llama")
     own = {"readout.weight", "readout.bias"}
     assert set(gradients(with_head(model, PROMPT), batch)) == own
@@ -94,9 +92,7 @@ def test_the_policy_learns_from_a_head_on_the_response_alone(batch: Batch) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("head", [RESPONSE, PROMPT], ids=lambda head: head.on)
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "plain"])
-def test_plain_prompts_and_gradient_checkpointing_change_nothing(
-    family: str, head: Head, share_prompt: bool, batch: Batch
-) -> None:
+def test_plain_prompts_and_gradient_checkpointing_change_nothing(family, head, share_prompt, batch):
     shared = with_head(make(family), head)
     model = make(family)
     enable_gradient_checkpointing(model)
@@ -135,9 +131,7 @@ def in_one_pass() -> dict[str, Any]:
 
 @pytest.mark.parametrize("objective", names("objectives"))
 @pytest.mark.parametrize("budget", [1, 20, 70], ids=lambda n: f"{n}-tokens")
-def test_any_micro_batching_gives_the_same_gradients(
-    objective: str, budget: int, batch: Batch, in_one_pass: dict[str, Any]
-) -> None:
+def test_any_micro_batching_gives_the_same_gradients(objective, budget, batch, in_one_pass):
     """Policy and head; from one pass down to single trajectories, with groups cut in pieces."""
     # else it masks every token: the policy of these responses is far away
     options = {"threshold": 100.0} if objective == "m2po" else {}
@@ -154,7 +148,7 @@ def test_any_micro_batching_gives_the_same_gradients(
     assert all(gradient is not None and gradient.any() for gradient in one.values())
 
 
-def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> None:
+def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch):
     """AdamW first moves a parameter by its learning rate: .03 for the head, .001 for the policy."""
     t = trainer("tb_learned_z", {"head_learning_rate": 0.03}, schedule="linear")
     for step in range(3):
@@ -168,7 +162,7 @@ def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch: Batch) -> 
         assert [g["lr"] for g in t.optimizer.param_groups] == pytest.approx(rates)
 
 
-def test_a_learned_log_z_finds_the_groups_own(batch: Batch) -> None:
+def test_a_learned_log_z_finds_the_groups_own(batch):
     """With a fixed policy, the head of `tb_learned_z` ends at VarGrad's log Z of each prompt."""
     plugin = resolve("objectives", "objective", "tb_learned_z", {})
     policy = Policy(make("llama"), 0.7, head=Head("prompt", 1.0))
@@ -186,7 +180,7 @@ def by_vargrad(batch: Batch, policy: Policy) -> torch.Tensor:
     return log_z
 
 
-def test_a_head_does_not_disturb_what_is_random() -> None:
+def test_a_head_does_not_disturb_what_is_random():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     Policy(make("llama"), 1.0, head=RESPONSE)

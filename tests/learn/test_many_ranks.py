@@ -4,8 +4,6 @@ PyTorch's fake process group has no peers, and its collectives return at once: s
 numbers are not.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator
@@ -56,7 +54,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_step_of_one_rank_of_64(model: Path, alone: None) -> None:
+def test_a_step_of_one_rank_of_64(model, alone):
     t = trainer(model, "policy.attention=sdpa")
     numbers = sum(p.numel() for p in t.policy.parameters())
     shapes = {name: p.shape for name, p in t.policy.named_parameters()}

@@ -1,7 +1,5 @@
 """AdamW in 8 bits, and weights in bf16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,12 @@ from tba.learn.optimizer import RoundedAdamW
 from tba.runs.checks import check_resumed
 from tba.runs.generations import generations
 from tba.runs.setup import check
-from tba.types import Batch
 
 BUNDLED = Path("bundled:arithmetic")
 QUANTISED = "bitsandbytes is not installed (the extra `quantised`)"
 
 
-def test_a_rounded_step_is_adamws_step_in_fp32() -> None:
+def test_a_rounded_step_is_adamws_step_in_fp32():
     rng = torch.Generator().manual_seed(0)
     first = torch.randn(5, 7, generator=rng).bfloat16()
     exact = torch.nn.Parameter(first.float())
@@ -46,9 +43,7 @@ def test_a_rounded_step_is_adamws_step_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(("rate", "moves"), [(1e-3, False), (1e-2, True)])
-def test_bf16_loses_changes_below_half_its_distance_to_the_next_number(
-    rate: float, moves: bool
-) -> None:
+def test_bf16_loses_changes_below_half_its_distance_to_the_next_number(rate, moves):
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = RoundedAdamW([weight], rate, weight_decay=0.0)
     for _ in range(5):
@@ -57,13 +52,13 @@ def test_bf16_loses_changes_below_half_its_distance_to_the_next_number(
     assert (weight < 1).tolist() == [moves] * 3
 
 
-def test_searchers_of_a_trainer_in_bf16_compute_and_receive_bf16(batch: Batch) -> None:
+def test_searchers_of_a_trainer_in_bf16_compute_and_receive_bf16(batch):
     own = trainer(BUNDLED, "trainer.weights=bf16")
     assert own.computes_in_bf16
     assert own.send(1).nbytes == own.sizes.trained_bytes == own.sizes.published_bytes
 
 
-def test_a_head_is_trained_in_fp32_beside_weights_in_bf16(batch: Batch) -> None:
+def test_a_head_is_trained_in_fp32_beside_weights_in_bf16(batch):
     own = trainer(BUNDLED, "trainer.weights=bf16", "objective=tb_learned_z")
     readout = own.policy.readout
     assert readout is not None and readout.weight.dtype == torch.float32
@@ -71,13 +66,11 @@ def test_a_head_is_trained_in_fp32_beside_weights_in_bf16(batch: Batch) -> None:
     assert bool(readout.bias != 0)
 
 
-def test_a_resumed_run_in_bf16_equals_the_uninterrupted_one(
-    toy_model: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_in_bf16_equals_the_uninterrupted_one(toy_model, tmp_path):
     resumes_exactly(toy_model, tmp_path, "trainer.weights=bf16")
 
 
-def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_path):
     """The checkpoint has codes, scales and maps of both moments by the name of the parameter."""
     pytest.importorskip("bitsandbytes", reason=QUANTISED)
     resumes_exactly(BUNDLED, tmp_path, "trainer.optimizer=adamw_8bit", "trainer.weights=bf16")
@@ -100,20 +93,18 @@ def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_p
         (["trainer.optimizer=sgd"], "trainer.optimizer"),
     ],
 )
-def test_what_does_not_work_together_is_refused(settings: list[str], message: str) -> None:
+def test_what_does_not_work_together_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         check(load(None, settings))
 
 
-def test_8_bits_without_bitsandbytes_are_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_8_bits_without_bitsandbytes_are_refused_before_the_start(monkeypatch):
     monkeypatch.setattr(tba.learn.optimizer, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs bitsandbytes: pip install 'tba\[quantised\]'"):
         check(load(None, ["trainer.optimizer=adamw_8bit"]))
 
 
 @pytest.mark.parametrize("key", ["optimizer=adamw_8bit", "weights=bf16"])
-def test_a_run_keeps_its_optimizer_and_precision(key: str) -> None:
+def test_a_run_keeps_its_optimizer_and_precision(key):
     with pytest.raises(ValueError, match=rf"trainer\.{key.replace('=', ' = ')}, but the run has"):
         check_resumed(load(None, [f"trainer.{key}"]), load(None))

@@ -1,7 +1,5 @@
 """Log-probabilities of a policy, however they are computed, and its one forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +43,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_prompts_change_nothing(family: str, batch: Batch) -> None:
+def test_shared_prompts_change_nothing(family, batch):
     """In fp32: log-probs and gradients are those of the plain path within 1e-5."""
     model = make(family)
     shared, plain = Policy(model, 0.7), Policy(model, 0.7, share_prompt=False)
@@ -54,7 +52,7 @@ def test_shared_prompts_change_nothing(family: str, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
+def test_equals_the_models_own_logits(family, batch):
     """One response at a time, no padding, straight from the model."""
     model = make(family)
     logp, entropy, *_ = Policy(model, 0.7)(batch)
@@ -71,9 +69,7 @@ def test_equals_the_models_own_logits(family: str, batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("blocks", [14 * 3, 14 * 7, 2**20], ids=["one", "two", "all"])
-def test_chunked_head_changes_nothing(
-    blocks: int, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_head_changes_nothing(blocks, batch, monkeypatch):
     """Three tokens at a time, with as many chunks in a block of gradients as `blocks` allows."""
     expected = by_autograd(Policy(make("llama"), 0.7), batch)
     monkeypatch.setitem(tba.models.cache.LOGITS_AT_ONCE, "cpu", 14 * 3)
@@ -92,7 +88,7 @@ def by_autograd(policy: Policy, batch: Batch) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("logit", [0.0, 12.0])
-def test_the_gradient_of_a_likely_token_survives_bf16(logit: float) -> None:
+def test_the_gradient_of_a_likely_token_survives_bf16(logit):
     """Where p rounds to 1, its gradient p - 1 does not round to 0."""
     weight = torch.zeros(5, 3)
     weight[2, 0] = logit
@@ -106,9 +102,7 @@ def test_the_gradient_of_a_likely_token_survives_bf16(logit: float) -> None:
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "plain"])
-def test_gradient_checkpointing_changes_nothing_and_drops_nothing(
-    share_prompt: bool, batch: Batch
-) -> None:
+def test_gradient_checkpointing_changes_nothing_and_drops_nothing(share_prompt, batch):
     """GPT-2 has dropout; checkpointing needs training mode, and must not bring it in."""
     plain = gradients(Policy(make("gpt2"), 1.0), batch)
     model = make("gpt2")
@@ -121,9 +115,7 @@ def test_gradient_checkpointing_changes_nothing_and_drops_nothing(
 
 @pytest.mark.parametrize("way", ["cached"], indirect=True)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_passes_over_similar_lengths_change_nothing(
-    family: str, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_over_similar_lengths_change_nothing(family, batch, monkeypatch):
     """One pass over all responses, and one for each of their lengths."""
     policy = Policy(make(family), 0.7)
     for tokens in (1000, 0):
@@ -137,7 +129,7 @@ def test_passes_over_similar_lengths_change_nothing(
     torch.testing.assert_close(whole[1], results[1], atol=1e-3, rtol=1e-4)
 
 
-def test_gradient_checkpointing_keeps_the_inputs_of_layers_only(batch: Batch) -> None:
+def test_gradient_checkpointing_keeps_the_inputs_of_layers_only(batch):
     def kept(checkpointing: bool) -> int:
         model = make("llama")
         if checkpointing:
@@ -156,7 +148,7 @@ def test_gradient_checkpointing_keeps_the_inputs_of_layers_only(batch: Batch) ->
     assert kept(True) < kept(False) / 2
 
 
-def test_padding_tokens_have_no_influence(batch: Batch) -> None:
+def test_padding_tokens_have_no_influence(batch):
     policy = Policy(make("llama"), 1.0)
     before = policy.logp(batch)
     batch.tokens[~batch.mask] = 9
@@ -164,7 +156,7 @@ def test_padding_tokens_have_no_influence(batch: Batch) -> None:
     torch.testing.assert_close(policy.logp(batch), before, atol=1e-6, rtol=0)
 
 
-def test_one_token_responses(batch: Batch) -> None:
+def test_one_token_responses(batch):
     one = batch.groups([0]).slice(slice(1, 2)).groups([0])
     assert one.tokens.shape == (1, 1, 1)
     policy = Policy(make("llama"), 1.0)
@@ -186,7 +178,7 @@ def changed(name: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CHANGED_LOGITS)
-def test_logits_that_a_model_scales_or_caps_are_its_own(name: str) -> None:
+def test_logits_that_a_model_scales_or_caps_are_its_own(name):
     """The log-probs and their gradients are computed from the model's own logits."""
     model = changed(name, **CHANGED_LOGITS[name])
     prompt, response = np.arange(1, 4, dtype=np.int32), np.arange(2, 7, dtype=np.int32)
@@ -205,19 +197,19 @@ def test_logits_that_a_model_scales_or_caps_are_its_own(name: str) -> None:
         torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
 
 
-def test_another_change_of_the_logits_is_refused() -> None:
+def test_another_change_of_the_logits_is_refused():
     """HyperCLOVA X multiplies by the key by which Granite divides."""
     with pytest.raises(ValueError, match="changes its logits after the head"):
         Policy(changed("hyperclovax", logits_scaling=3.0), 1.0)
 
 
-def test_bf16_autocast_is_close(batch: Batch) -> None:
+def test_bf16_autocast_is_close(batch):
     model = make("llama")
     close, exact = (Policy(model, 1.0, autocast=bf16).logp(batch) for bf16 in (True, False))
     torch.testing.assert_close(close, exact, atol=0.05, rtol=0.05)
 
 
-def test_every_part_runs_inside_the_one_forward(batch: Batch) -> None:
+def test_every_part_runs_inside_the_one_forward(batch):
     """Hooks on the policy run once for each call, and around every other module that computes."""
     policy = Policy(make("llama"), 1.0, head=Head("response", 0.01))
     events: list[str] = []
@@ -240,9 +232,7 @@ def test_every_part_runs_inside_the_one_forward(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "plain"])
-def test_responses_of_a_group_that_are_alike_run_once(
-    share_prompt: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_responses_of_a_group_that_are_alike_run_once(share_prompt, monkeypatch):
     """Log-probs, entropies, head and gradients are those of a batch in which each one runs."""
     groups = [[[4, 5], [6], [4, 5], [4, 5, 7], [4, 0]], [[8], [8], [8], [8], [8]]]
     responses = [[np.array(tokens, np.int32) for tokens in group] for group in groups]
@@ -265,7 +255,7 @@ def test_responses_of_a_group_that_are_alike_run_once(
 
 
 @pytest.mark.parametrize("way", ["packed"], indirect=True)
-def test_rows_are_packed_where_little_of_them_is_padding() -> None:
+def test_rows_are_packed_where_little_of_them_is_padding():
     """One group with long responses would make the rows of all others as long."""
     policy = Policy(make("llama"), 1.0)
     passes: list[int] = []
@@ -278,7 +268,7 @@ def test_rows_are_packed_where_little_of_them_is_padding() -> None:
         passes.clear()
 
 
-def test_padding_is_counted_as_it_is_run(batch: Batch, way: str) -> None:
+def test_padding_is_counted_as_it_is_run(batch, way):
     """Packed rows are padded to the longest row; the fixture's last response tokens do not run."""
     policy = Policy(make("llama"), 1.0)
     sizes: list[int] = []

@@ -1,9 +1,6 @@
 """The probe of a weight update is made of the last batch's tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,7 @@ from conftest import VOCABULARY
 from tba.engines import Engine
 from tba.engines.transformers import Transformers
 from tba.learn.publish import RESPONSE, probe_tokens, prompt_length, sequences_of
-from tba.types import Batch, Group, collate
+from tba.types import Batch, collate
 
 PROMPT = prompt_length(block=128)
 
@@ -31,9 +28,7 @@ def arrays(batch: Batch, context: int) -> tuple[list[int], list[int]]:
     return tokens.prompt_tokens[0].tolist(), tokens.tokens[0, 0].tolist()
 
 
-def test_a_probe_ends_with_the_longest_response_and_repeats_short_sequences(
-    groups: list[Group],
-) -> None:
+def test_a_probe_ends_with_the_longest_response_and_repeats_short_sequences(groups):
     prompt, response = arrays(collate(groups), context=8192)
     assert (len(prompt), len(response)) == (PROMPT, RESPONSE)
     ordered = sorted(groups, key=lambda g: max(len(t.tokens) for t in g.trajectories))
@@ -64,19 +59,17 @@ class Silent(Engine):
         ("test_probe.Silent", 129),
     ],
 )
-def test_an_engine_says_how_long_a_probe_it_needs(
-    tiny_model: Path, engine: str, length: int
-) -> None:
+def test_an_engine_says_how_long_a_probe_it_needs(tiny_model, engine, length):
     assert trainer(tiny_model, f"engine={engine}").setup.probe_prompt == length
 
 
 @pytest.mark.parametrize(("context", "length"), [(20, 4), (6, 1), (149, PROMPT)])
-def test_a_short_context_shortens_the_prompt(batch: Batch, context: int, length: int) -> None:
+def test_a_short_context_shortens_the_prompt(batch, context, length):
     prompt, response = arrays(batch, context)
     assert len(prompt) == length and len(prompt) + len(response) <= context
 
 
-def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model: Path, batch: Batch) -> None:
+def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model, batch):
     t = trainer(tiny_model)
     first = t.send(version=0).parcel.probe  # before the first step
     assert first is not None and len(first.tokens) == RESPONSE

@@ -1,7 +1,5 @@
 """Resetting the reference while the replay buffer still holds groups of the reference before."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +32,7 @@ def equal_rewards(groups: list[Group]) -> list[Group]:
     return equal
 
 
-def test_no_group_mixes_references(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_group_mixes_references(tiny_model, tmp_path, monkeypatch):
     """Reference log-probs of a sampled group are of the weights that the group names.
 
     With equal rewards, a policy that equals the reference has nothing to learn.
@@ -74,9 +70,7 @@ def test_no_group_mixes_references(
         assert norms[6] > 1e-3
 
 
-def test_a_resumed_run_does_what_was_due_when_publishing_failed(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_does_what_was_due_when_publishing_failed(tiny_model, tmp_path, monkeypatch):
     """Searchers fail at step 3: the run has the new reference and the evaluation all the same."""
     settings = ("policy.reset_reference_every=3", "eval.every=3", "run.steps=5")
     run(config(tiny_model, tmp_path / "whole", *settings))

@@ -1,7 +1,5 @@
 """Responses of several contexts: each token sees its own context, and the loss sums over all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
@@ -70,7 +68,7 @@ def alone(model: Any, group: Group, t: Trajectory, temperature: float) -> Tensor
     return logp
 
 
-def test_log_probs_are_those_of_each_context_alone(tiny_model: Path, sessions: list[Group]) -> None:
+def test_log_probs_are_those_of_each_context_alone(tiny_model, sessions):
     model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
     batch = collate(sessions)
     output = Policy(model, 0.7)(batch)
@@ -86,9 +84,7 @@ def test_log_probs_are_those_of_each_context_alone(tiny_model: Path, sessions: l
     assert plan.tokens - plan.padding == sum(rows)
 
 
-def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(
-    tiny_model: Path, sessions: list[Group]
-) -> None:
+def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(tiny_model, sessions):
     """Budgets that force chunks and pieces give the gradient of the whole batch."""
     model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
     policy = Policy(model, 1.0, head=Head("prompt", 0.1))
@@ -106,7 +102,7 @@ def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(
     assert cost(batch, [0]) == 4 * 3 + 19
 
 
-def test_ranks_make_one_pass_over_contexts_together(sessions: list[Group]) -> None:
+def test_ranks_make_one_pass_over_contexts_together(sessions):
     batch = collate(sessions)
     assert {
         shape.layout for slot in slots(batch, 1000, 2, True, True) for shape in slot.shapes
@@ -114,7 +110,7 @@ def test_ranks_make_one_pass_over_contexts_together(sessions: list[Group]) -> No
     assert not filler(batch).restarts.any()
 
 
-def test_marks_survive_the_buffer_and_its_files(tmp_path: Path, sessions: list[Group]) -> None:
+def test_marks_survive_the_buffer_and_its_files(tmp_path, sessions):
     buffer = ReplayBuffer()
     buffer.add(sessions, now=0)
     buffer.save(tmp_path)()
@@ -128,16 +124,14 @@ def test_marks_survive_the_buffer_and_its_files(tmp_path: Path, sessions: list[G
         assert [t.marks.tolist() for t in c.trajectories] == marks
 
 
-def test_alike_are_sessions_whose_contexts_begin_alike(sessions: list[Group]) -> None:
+def test_alike_are_sessions_whose_contexts_begin_alike(sessions):
     one = sessions[1].trajectories[2]
     other = replace(one, restarts=())
     batch = collate([replace(sessions[1], trajectories=(one, other, one))])
     assert first_alike(batch).tolist() == [[0, 1, 0]]
 
 
-def test_a_session_that_begins_otherwise_brings_its_prompt(
-    tiny_model: Path, sessions: list[Group]
-) -> None:
+def test_a_session_that_begins_otherwise_brings_its_prompt(tiny_model, sessions):
     """Its tokens have the log-probs that they have behind their own prompt."""
     model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
     policy = Policy(model, 1.0)
@@ -244,7 +238,7 @@ def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], spli
 STEPS = 300
 
 
-def test_a_rewritten_context_keeps_the_optimum_from_data_of_any_policy(tmp_path: Path) -> None:
+def test_a_rewritten_context_keeps_the_optimum_from_data_of_any_policy(tmp_path):
     """One residual for a session, whose second context is written anew and forgets nothing.
 
     Rows of their own, which share the reward, have another optimum: the negative control.
@@ -284,7 +278,7 @@ def objective_of(logp: Tensor, ref: Tensor, rewards: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_on_policy_a_context_that_forgets_ends_at_the_best_that_it_can(tmp_path: Path) -> None:
+def test_on_policy_a_context_that_forgets_ends_at_the_best_that_it_can(tmp_path):
     """The second reply cannot depend on the first; fresh samples at each step."""
     model = load_model(PolicyTable(model=str(save_model(tmp_path))), torch.float32)
     policy = Policy(model, 1.0)

@@ -1,12 +1,9 @@
 """Optimizer steps, the weights that go to searchers, and the state that is saved."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import e
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +22,14 @@ from tba.learn.trainer import _group_metrics
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
 from tba.runs.setup import check
-from tba.types import Batch, Group, TokenBatch, collate, collate_tokens
+from tba.types import Batch, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights
 
 
 @pytest.mark.parametrize("budget", [9, 40, 1000])
 def test_kl_is_a_mean_over_tokens_and_the_share_of_equal_rewards_that_of_trl(
-    tiny_model: Path, batch: Batch, budget: int
-) -> None:
+    tiny_model, batch, budget
+):
     """However the batch is divided. `kl` is log(pi / ref), `kl/k3` the estimate of TRL's `kl`."""
     equal = batch.reward.clone()
     equal[1] = 0.5
@@ -49,9 +46,7 @@ def test_kl_is_a_mean_over_tokens_and_the_share_of_equal_rewards_that_of_trl(
 @pytest.mark.parametrize(
     ("moved", "k3"), [(-25.0, 10.0), (-3.0, 10.0), (-1.0, e - 2), (40.0, 10.0)]
 )
-def test_a_token_far_from_the_reference_cannot_decide_the_kl(
-    batch: Batch, moved: float, k3: float
-) -> None:
+def test_a_token_far_from_the_reference_cannot_decide_the_kl(batch, moved, k3):
     """All tokens are at the reference but one, which moved by so many nats."""
     first = torch.zeros_like(batch.ref_logp)
     first[:, 0, 0] = moved
@@ -62,7 +57,7 @@ def test_a_token_far_from_the_reference_cannot_decide_the_kl(
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution() -> None:
+def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution():
     """Exact KL of random logits, by a sum over all tokens, and both estimates of 60,000 samples."""
     rng = torch.Generator().manual_seed(0)
     pi, ref = torch.randn(2, 7, generator=rng).log_softmax(1)
@@ -78,7 +73,7 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution() -> None:
         assert found[name].item() == pytest.approx(exact, rel=0.03), name
 
 
-def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> None:
+def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch):
     for budget in (1, 20, 35, 1000):
         chunks = [batch.groups(part) for part in plan.chunks(batch, budget)]
         assert sum(len(c) for c in chunks) == len(batch)
@@ -88,7 +83,7 @@ def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch: Batch) -> Non
 
 
 @pytest.mark.parametrize("groups", [1, 6])
-def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
+def test_little_is_padding_where_lengths_are_log_normal(groups):
     """K = 16, mean 150, sigma .6: less than a tenth of the tokens, where one pass has over half."""
     rng = np.random.default_rng(0)
     padding, tokens, longest = 0, 0, 0
@@ -106,9 +101,7 @@ def test_little_is_padding_where_lengths_are_log_normal(groups: int) -> None:
 
 
 @pytest.mark.parametrize("broken", ["cached", "packed", None])
-def test_log_probs_that_depend_on_the_batch_are_refused(
-    tiny_model: Path, broken: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probs_that_depend_on_the_batch_are_refused(tiny_model, broken, monkeypatch):
     def misplaced(cache: Any, rows: torch.Tensor) -> Any:
         selected = select(cache, rows)
         for layer in selected.layers:
@@ -136,9 +129,7 @@ def test_log_probs_that_depend_on_the_batch_are_refused(
     check_lengths(policy, prompts, 20)
 
 
-def test_the_first_step_needs_the_reference_to_be_the_policy(
-    tiny_model: Path, batch: Batch
-) -> None:
+def test_the_first_step_needs_the_reference_to_be_the_policy(tiny_model, batch):
     t = trainer(tiny_model)
     t.setup = replace(t.setup, checks_reference=True)
     before = {name: p.clone() for name, p in t.policy.model.named_parameters()}
@@ -176,22 +167,20 @@ class Wrong(Objective):
         ("a metric of each response", r"mine has shape \(3, 4\)"),
     ],
 )
-def test_an_objective_that_would_be_averaged_wrongly_is_refused(
-    tiny_model: Path, batch: Batch, kind: str, told: str
-) -> None:
+def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model, batch, kind, told):
     t = trainer(tiny_model)
     t.setup = replace(t.setup, objective=Plugin(Wrong, {"kind": kind}))
     with pytest.raises(ValueError, match=f"objective Wrong.*{told}"):
         t.step(batch, 0)
 
 
-def test_a_batch_needs_groups_of_one_size(groups: list[Group]) -> None:
+def test_a_batch_needs_groups_of_one_size(groups):
     short = replace(groups[0], trajectories=groups[0].trajectories[:2])
     with pytest.raises(ValueError, match="unequal size"):
         collate([short, *groups[1:]])
 
 
-def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) -> None:
+def test_learning_rates_follow_their_schedule(tiny_model, batch):
     def rates(*settings: str) -> list[float]:
         t = trainer(tiny_model, "run.steps=10", *settings)
         return [t.step(batch, step)["learning_rate"] * 100 for step in range(10)]
@@ -208,14 +197,14 @@ def test_learning_rates_follow_their_schedule(tiny_model: Path, batch: Batch) ->
     assert cosine == sorted(cosine, reverse=True)
 
 
-def test_a_decay_of_a_tenth_must_fit_as_well() -> None:
+def test_a_decay_of_a_tenth_must_fit_as_well():
     own = ["run.steps=100", "trainer.schedule=warmup_stable_decay"]
     load(None, [*own, "trainer.warmup_steps=90"])
     with pytest.raises(ValueError, match=r"warmup_steps = 91 and decay_steps = 10 are more than"):
         load(None, [*own, "trainer.warmup_steps=91"])
 
 
-def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> None:
+def test_beta_schedule_reaches_the_objective(tiny_model, batch):
     """With beta falling, the same policy's loss changes as the formula says."""
 
     def losses(beta: str, steps: int) -> list[float]:
@@ -228,7 +217,7 @@ def test_beta_schedule_reaches_the_objective(tiny_model: Path, batch: Batch) -> 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_arrive_whole(tiny_model: Path, batch: Batch, bf16: bool) -> None:
+def test_weights_arrive_whole(tiny_model, batch, bf16):
     """An engine has the trainer's log-probs of the probe after it has loaded the weights."""
     t = trainer(tiny_model)
     sampled = ("task=toy.Ones", "sampling.max_tokens=6", "reward.isolate=none")
@@ -260,7 +249,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_weights_are_converted_and_loaded_once(tiny_model: Path, bf16: bool) -> None:
+def test_weights_are_converted_and_loaded_once(tiny_model, bf16):
     """Arrays from another process are read-only views of shared memory."""
     model = trainer(tiny_model).policy.model
     parameters = dict(model.named_parameters())
@@ -278,9 +267,7 @@ def test_weights_are_converted_and_loaded_once(tiny_model: Path, bf16: bool) -> 
     assert loading.count == len(parameters)
 
 
-def test_a_save_holds_the_state_at_its_beginning(
-    tiny_model: Path, batch: Batch, tmp_path: Path
-) -> None:
+def test_a_save_holds_the_state_at_its_beginning(tiny_model, batch, tmp_path):
     """Files are written after three more steps; the loaded trainer repeats these exactly."""
     settings = ("objective=tb_learned_z", "trainer.schedule=linear")
     t = trainer(tiny_model, *settings)
@@ -297,9 +284,7 @@ def test_a_save_holds_the_state_at_its_beginning(
     assert all(torch.equal(p, q) for p, q in zip(parameters(t), parameters(loaded), strict=True))
 
 
-def test_attention_is_chosen_by_device_and_length(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_chosen_by_device_and_length(tiny_model, monkeypatch):
     """Nothing is timed, so a resumed run computes the same bits. Prompts have 4 to 6 tokens."""
     monkeypatch.setattr(tba.runs.setup, "EAGER_TOKENS", 12)
 
@@ -313,9 +298,7 @@ def test_attention_is_chosen_by_device_and_length(
     assert chosen("policy.attention=sdpa") == "sdpa"
 
 
-def test_the_state_of_another_model_is_refused_whole(
-    tiny_model: Path, toy_model: Path, batch: Batch, tmp_path: Path
-) -> None:
+def test_the_state_of_another_model_is_refused_whole(tiny_model, toy_model, batch, tmp_path):
     """A model of other shapes, and one of the same shapes; a copy elsewhere is the same model."""
     t = trainer(tiny_model)
     t.step(batch, 0)

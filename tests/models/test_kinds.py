@@ -1,7 +1,5 @@
 """Models that cannot be trained, or whose files lack weights: one sentence before the start."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -73,16 +71,14 @@ def untied(make_model: Callable[..., Path]) -> Path:
         ),
     ],
 )
-def test_weights_that_are_not_the_models_are_named(
-    untied: Path, tmp_path: Path, change: Change, told: str
-) -> None:
+def test_weights_that_are_not_the_models_are_named(untied, tmp_path, change, told):
     broken = variant(untied, tmp_path, change)
     with pytest.raises(ValueError, match=told) as loaded:
         load_model(PolicyTable(model=broken), torch.float32)
     assert refusal(broken) == str(loaded.value)
 
 
-def test_constants_and_tied_heads_in_files_do_no_harm(tiny_model: Path, tmp_path: Path) -> None:
+def test_constants_and_tied_heads_in_files_do_no_harm(tiny_model, tmp_path):
     def older(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         head = tensors["model.embed_tokens.weight"].clone()
         frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
@@ -96,7 +92,7 @@ def test_constants_and_tied_heads_in_files_do_no_harm(tiny_model: Path, tmp_path
         assert torch.equal(tensor, expected[name])
 
 
-def test_a_shard_that_is_missing_or_not_listed_is_told(untied: Path, tmp_path: Path) -> None:
+def test_a_shard_that_is_missing_or_not_listed_is_told(untied, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(untied)
     model.save_pretrained(tmp_path, max_shard_size="5KB")
     AutoTokenizer.from_pretrained(untied).save_pretrained(tmp_path)
@@ -110,7 +106,7 @@ def test_a_shard_that_is_missing_or_not_listed_is_told(untied: Path, tmp_path: P
     assert "missing: " in refusal(str(tmp_path))
 
 
-def test_an_adapter_is_no_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_no_model(tiny_model, tmp_path):
     """Transformers would load it into the model, which would then train nothing else."""
     model = variant(tiny_model, tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -134,16 +130,12 @@ def test_an_adapter_is_no_model(tiny_model: Path, tmp_path: Path) -> None:
         ({"compression_config": {"quant_method": "compressed-tensors"}}, r"\(compressed-tensors\)"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
-    tiny_model: Path, tmp_path: Path, config: dict[str, Any], told: str
-) -> None:
+def test_a_config_that_does_not_fit_is_refused(tiny_model, tmp_path, config, told):
     assert re.search(told, refusal(variant(tiny_model, tmp_path, **config)))
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "</s>"}'])
-def test_a_generation_config_that_cannot_be_read_is_told(
-    tiny_model: Path, tmp_path: Path, content: str
-) -> None:
+def test_a_generation_config_that_cannot_be_read_is_told(tiny_model, tmp_path, content):
     model = variant(tiny_model, tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     assert refusal(model).startswith("generation_config.json of policy.model = ")
@@ -155,9 +147,7 @@ def test_a_generation_config_that_cannot_be_read_is_told(
     "name",
     ["t5", "bart", "bert", "xlm-roberta", "gemma3", "llava", "qwen2_vl", "qwen3_next", "vit"],
 )
-def test_another_kind_of_model_is_told_from_its_config(
-    tiny_model: Path, tmp_path: Path, name: str
-) -> None:
+def test_another_kind_of_model_is_told_from_its_config(tiny_model, tmp_path, name):
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
@@ -165,7 +155,7 @@ def test_another_kind_of_model_is_told_from_its_config(
     assert "give a causal language model with attention alone" in refusal(str(tmp_path))
 
 
-def test_a_classifier_without_its_head_is_refused(tiny_model: Path) -> None:
+def test_a_classifier_without_its_head_is_refused(tiny_model):
     auto = transformers.AutoModelForSequenceClassification
     with pytest.raises(ValueError, match=r"model = .*missing: score\.weight"):
         check_files(auto, str(tiny_model), "model")
@@ -186,7 +176,7 @@ def larger(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., str
     return make
 
 
-def test_a_prompt_with_a_token_beyond_the_embeddings_is_named(larger: Callable[..., str]) -> None:
+def test_a_prompt_with_a_token_beyond_the_embeddings_is_named(larger):
     text = load_text(PolicyTable(model=larger()))
     with pytest.raises(
         ValueError, match=r"prompt 'b' has the token '<b>', number 15, but .* 14 on"
@@ -194,14 +184,14 @@ def test_a_prompt_with_a_token_beyond_the_embeddings_is_named(larger: Callable[.
         text.encode_all([Prompt("a", "1+1="), Prompt("b", "1<b>=")], 4, text.encode)
 
 
-def test_an_eos_that_cannot_be_sampled_is_refused(larger: Callable[..., str]) -> None:
+def test_an_eos_that_cannot_be_sampled_is_refused(larger):
     model = larger(eos_token="<b>")
     with pytest.raises(ValueError, match=r"EOS token '<b>' .* has number 14, but .* 14 tokens"):
         load_text(PolicyTable(model=model))
     assert load_text(PolicyTable(model=model, eos_token="<eos>")).eos_id == 1
 
 
-def test_padding_needs_no_embedding_of_its_own(larger: Callable[..., str]) -> None:
+def test_padding_needs_no_embedding_of_its_own(larger):
     text = load_text(PolicyTable(model=larger(pad_token="<a>")))
     assert text.pad_id == text.eos_id == 1
 
@@ -216,9 +206,7 @@ def test_padding_needs_no_embedding_of_its_own(larger: Callable[..., str]) -> No
         ("$A", "1<eos>", "1<eos>"),
     ],
 )
-def test_prompts_end_as_they_are_written(
-    make_model: Callable[..., Path], appended: str, written: str, expected: str
-) -> None:
+def test_prompts_end_as_they_are_written(make_model, appended, written, expected):
     """A tokenizer may append EOS; a text may have one of its own."""
     model = make_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -246,9 +234,7 @@ def toy_run(model: str, max_tokens: int) -> RunSetup:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_positions_agree_with_single_sequences_at_the_lengths_of_a_run(
-    tiny_model: Path, tmp_path: Path, kind: str
-) -> None:
+def test_positions_agree_with_single_sequences_at_the_lengths_of_a_run(tiny_model, tmp_path, kind):
     """Prompts have 4 to 6 tokens, so that the sequences have at most 14."""
     parts = toy_run(variant(tiny_model, tmp_path, rope_parameters=TYPES[kind]), 8)
     trainer, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
@@ -267,20 +253,18 @@ def test_positions_agree_with_single_sequences_at_the_lengths_of_a_run(
                     torch.testing.assert_close(torch.as_tensor(found), expected, atol=1e-5, rtol=0)
 
 
-def test_rotary_embeddings_that_change_within_a_run_are_refused(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_rotary_embeddings_that_change_within_a_run_are_refused(tiny_model, tmp_path):
     model = variant(tiny_model, tmp_path, rope_parameters=LONG)
     with pytest.raises(ValueError, match=r"longrope\) in sequences of more than 14 .* 5 to 15"):
         toy_run(model, 9)
 
 
-def test_the_first_probe_is_as_long_as_the_longest_sequence(make_model: Any) -> None:
+def test_the_first_probe_is_as_long_as_the_longest_sequence(make_model):
     first = toy_run(str(make_model(context=128)), 100).trainer("cpu").send(version=0).parcel.probe
     assert first is not None and len(first.prompt_tokens) + len(first.tokens) == 6 + 100
 
 
-def test_a_model_that_cannot_run_is_told(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_run_is_told(tiny_model, tmp_path):
     sizes = {"num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 3}
     config = AutoConfig.from_pretrained(tiny_model, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -289,6 +273,6 @@ def test_a_model_that_cannot_run_is_told(tiny_model: Path, tmp_path: Path) -> No
         Policy(model, 1.0)
 
 
-def test_another_device_is_refused_in_one_sentence(tiny_model: Path) -> None:
+def test_another_device_is_refused_in_one_sentence(tiny_model):
     with pytest.raises(ValueError, match=r"run on cpu and cuda only, and not on 'mps'"):
         load_placed(PolicyTable(model=str(tiny_model)), "mps", bf16=False)

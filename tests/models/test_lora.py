@@ -1,7 +1,5 @@
 """LoRA: only adapters are trained, published and saved; the model without them is the base."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -69,7 +67,7 @@ def adapter(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "adapter"
 
 
-def test_only_adapters_are_trained_published_and_saved(toy_model: Path, tmp_path: Path) -> None:
+def test_only_adapters_are_trained_published_and_saved(toy_model, tmp_path):
     trainer, _, _ = stepped(toy_model, tmp_path)
     sizes = {"q_proj": 128, "k_proj": 128, "v_proj": 128, "o_proj": 128}
     sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 64 + 128)
@@ -88,9 +86,7 @@ def test_only_adapters_are_trained_published_and_saved(toy_model: Path, tmp_path
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_disabled_adapters_leave_the_model_exactly(
-    family: str, bf16: bool, batch: Batch, tmp_path: Path
-) -> None:
+def test_disabled_adapters_leave_the_model_exactly(family, bf16, batch, tmp_path):
     """Also where the frozen layers are stored in bf16, which autocast would make of them."""
     make(family).save_pretrained(tmp_path)
     table = policy_table(tmp_path, r=RANK)
@@ -109,9 +105,7 @@ def test_disabled_adapters_leave_the_model_exactly(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("path", ["shared prompt", "plain", "gradient checkpointing"])
-def test_gradients_of_adapters_follow_from_those_of_the_weights(
-    family: str, path: str, batch: Batch, tmp_path: Path
-) -> None:
+def test_gradients_of_adapters_follow_from_those_of_the_weights(family, path, batch, tmp_path):
     """W + s B A has the gradient G: that of B is s G A', and that of A is s B' G. With a head."""
     make(family).save_pretrained(tmp_path)
     table = policy_table(tmp_path, r=RANK, alpha=8)
@@ -147,7 +141,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_weights(
         torch.testing.assert_close(b.grad, gradient @ a.detach().T, atol=1e-5, rtol=1e-4)
 
 
-def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> None:
+def test_engine_and_reference_share_a_model(toy_model, tmp_path):
     """After an update the engine computes as the trainer does, and the reference as before."""
     trainer, searcher, batch = stepped(toy_model, tmp_path)
     assert searcher.engine.model is searcher.reference.policy.model  # type: ignore[attr-defined]
@@ -171,7 +165,7 @@ def test_engine_and_reference_share_a_model(toy_model: Path, tmp_path: Path) -> 
         torch.testing.assert_close(row, whole[: len(row)], atol=0, rtol=0)
 
 
-def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> None:
+def test_no_search_sees_a_disabled_adapter(toy_model, tmp_path):
     """Generation, reference and updates in three threads give what each gives alone."""
     trainer, searcher, _ = stepped(toy_model, tmp_path)
     weights = trainer.send(version=2).parcel
@@ -199,7 +193,7 @@ def test_no_search_sees_a_disabled_adapter(toy_model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_adapters_learn(runtime: str, shallow_toy_model: Path, tmp_path: Path) -> None:
+def test_adapters_learn(runtime, shallow_toy_model, tmp_path):
     """The expected reward rises from 0; the best answer has .6."""
     settings = (
         f"runtime.use={runtime}", f"objective.beta={BETA}", "strategy=recent",
@@ -219,9 +213,7 @@ WHOLE = ('policy.lora.modules_to_save=["lm_head", "embed_tokens", "norm"]',)
 
 
 @pytest.mark.parametrize("extra", [(), (*WHOLE, "policy.lora.use_rslora=true")])
-def test_a_resumed_run_equals_the_uninterrupted_one(
-    toy_model: Path, tmp_path: Path, extra: tuple[str, ...]
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(toy_model, tmp_path, extra):
     reset = ("policy.reset_reference_every=3", "trainer.schedule=constant", "run.steps=6")
     settings = (*reset, *extra)
     whole = small(toy_model, tmp_path / "whole", *settings)
@@ -236,9 +228,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("extra", [(), WHOLE])
-def test_a_reset_reference_is_a_second_adapter(
-    toy_model: Path, tmp_path: Path, extra: tuple[str, ...]
-) -> None:
+def test_a_reset_reference_is_a_second_adapter(toy_model, tmp_path, extra):
     steps = ("policy.reset_reference_every=2", "run.steps=3")
     config = small(toy_model, tmp_path / "run", *steps, *extra)
     with open_run(config) as opened:
@@ -260,9 +250,7 @@ def test_a_reset_reference_is_a_second_adapter(
         assert searcher.reference.version == 2
 
 
-def test_an_adapter_to_start_from_is_the_reference(
-    toy_model: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_to_start_from_is_the_reference(toy_model, adapter, tmp_path):
     config = small(toy_model, tmp_path / "next", f"policy.lora.from={adapter}", "run.steps=2")
     run_parts = check(config)
     trainer, searcher = run_parts.trainer("cpu"), run_parts.search_setup().build("cpu", False)
@@ -290,17 +278,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("setting", WRONG)
-def test_an_adapter_that_does_not_fit_is_refused_first(
-    setting: str, toy_model: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_first(setting, toy_model, adapter, tmp_path):
     config = small(toy_model, tmp_path / "run", f"policy.lora.from={adapter}", setting)
     with pytest.raises(ValueError, match=WRONG[setting]):
         check(config)
 
 
-def test_an_adapter_that_computes_something_else_is_refused(
-    toy_model: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_that_computes_something_else_is_refused(toy_model, adapter, tmp_path):
     start = shutil.copytree(adapter, tmp_path / "start")
     settings = json.loads((start / SETTINGS).read_text())
     for change in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
@@ -310,9 +294,7 @@ def test_an_adapter_that_computes_something_else_is_refused(
             check_adapter(policy_table(toy_model, r=RANK, alpha=8, **{"from": str(start)}))
 
 
-def test_what_cannot_work_is_refused_first(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_work_is_refused_first(toy_model, tmp_path, monkeypatch):
     setting = 'policy.lora.target_modules=["q_proj", "w_proj"]'
     with pytest.raises(ValueError, match="no linear layer is called 'w_proj'; did you mean"):
         check(small(toy_model, tmp_path, setting))
@@ -328,9 +310,7 @@ def test_what_cannot_work_is_refused_first(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
 @pytest.mark.parametrize("extra", [(), (*WHOLE, "policy.lora.use_rslora=true")])
-def test_both_exports_compute_what_the_trainer_does(
-    toy_model: Path, tmp_path: Path, extra: tuple[str, ...]
-) -> None:
+def test_both_exports_compute_what_the_trainer_does(toy_model, tmp_path, extra):
     from peft import PeftModel
 
     folder = tmp_path / "run"
@@ -358,9 +338,7 @@ def test_both_exports_compute_what_the_trainer_does(
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_modules_trained_whole_are_published_and_not_in_the_reference(
-    toy_model: Path, tmp_path: Path, bf16: bool
-) -> None:
+def test_modules_trained_whole_are_published_and_not_in_the_reference(toy_model, tmp_path, bf16):
     autocast = f"policy.autocast={'bf16' if bf16 else 'off'}"
     trainer, _, batch = stepped(toy_model, tmp_path, *WHOLE, autocast)
     setup = check(small(toy_model, tmp_path, *WHOLE, autocast)).search_setup()
@@ -393,9 +371,7 @@ def test_modules_trained_whole_are_published_and_not_in_the_reference(
         ("lm_head", "no single module, untied, is called 'lm_head'"),
     ],
 )
-def test_a_module_that_cannot_be_trained_whole_is_refused(
-    toy_model: Path, tmp_path: Path, names: str, told: str
-) -> None:
+def test_a_module_that_cannot_be_trained_whole_is_refused(toy_model, tmp_path, names, told):
     tied = AutoConfig.from_pretrained(toy_model, tie_word_embeddings=True)
     tied.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=told):
@@ -410,9 +386,7 @@ def test_a_module_that_cannot_be_trained_whole_is_refused(
         ("gpt_oss", "k_proj, o_proj, q_proj, v_proj;", "experts.down_proj, .*router.weight"),
     ],
 )
-def test_what_is_adapted_and_what_is_not_is_told(
-    tmp_path: Path, family: str, adapted: str, left: str
-) -> None:
+def test_what_is_adapted_and_what_is_not_is_told(tmp_path, family, adapted, left):
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 14, "head_dim": 8}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
     if family == "gpt_oss":

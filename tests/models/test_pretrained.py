@@ -1,13 +1,11 @@
 """Models from the hub, as a server on a local port plays it: present, absent, silent, cached."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -109,14 +107,14 @@ def hub(server: tuple[Hub, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pretrained._offline.cache_clear()
 
 
-def test_a_model_comes_from_the_port_that_the_endpoint_names(hub: Hub, tiny_model: Path) -> None:
+def test_a_model_comes_from_the_port_that_the_endpoint_names(hub, tiny_model):
     text = load_text(PolicyTable(model="lab/model"))
     local = load_text(PolicyTable(model=str(tiny_model)))
     assert (text.eos_ids, text.pad_id, text.context) == (local.eos_ids, local.pad_id, local.context)
     assert "/lab/model/resolve/main/config.json" in hub.requests
 
 
-def test_a_cached_model_is_loaded_without_the_hub(hub: Hub) -> None:
+def test_a_cached_model_is_loaded_without_the_hub(hub):
     policy = PolicyTable(model="lab/model")
     before = load_text(policy)
     pretrained._offline.cache_clear()
@@ -126,7 +124,7 @@ def test_a_cached_model_is_loaded_without_the_hub(hub: Hub) -> None:
     assert len(hub.requests) == 1  # only the one that decides
 
 
-def test_a_model_that_the_hub_does_not_have_is_refused(hub: Hub) -> None:
+def test_a_model_that_the_hub_does_not_have_is_refused(hub):
     with pytest.raises(
         ValueError, match=r"policy\.model = 'lab/none' cannot be loaded: .*lab/none"
     ):
@@ -134,7 +132,7 @@ def test_a_model_that_the_hub_does_not_have_is_refused(hub: Hub) -> None:
     assert len(hub.requests) < 10  # without retries
 
 
-def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub: Hub) -> None:
+def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub):
     hub.silent.set()
     started = time.monotonic()
     with pytest.raises(ValueError, match=rf"no such folder, {constants.ENDPOINT} does not answer"):
@@ -143,14 +141,14 @@ def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub: Hub) -> Non
     assert len(hub.requests) == 1
 
 
-def test_a_model_with_a_recurrent_state_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_a_recurrent_state_is_refused(tmp_path):
     config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
     MambaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="with attention alone"):
         check_model(PolicyTable(model=str(tmp_path)))
 
 
-def test_a_chat_that_the_template_refuses_is_told(make_model: Callable[..., Path]) -> None:
+def test_a_chat_that_the_template_refuses_is_told(make_model):
     model = make_model()
     template = "{{ raise_exception('System role not supported') }}"
     (model / "chat_template.jinja").write_text(template)
@@ -164,9 +162,7 @@ def test_a_chat_that_the_template_refuses_is_told(make_model: Callable[..., Path
 @pytest.mark.parametrize(
     "file", ["config.json", "tokenizer.json", "vocab.txt", "chat_template.jinja"]
 )
-def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(
-    make_model: Callable[..., Path], file: str
-) -> None:
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(make_model, file):
     model = make_model()
     with (model / file).open("ab") as opened:
         opened.truncate(100 * 2**20)  # a hole: it takes no room on the disk
@@ -185,9 +181,7 @@ FOR_EVER = {
 
 
 @pytest.mark.parametrize("written", FOR_EVER)
-def test_a_template_that_never_ends_is_refused(
-    make_model: Callable[..., Path], written: str
-) -> None:
+def test_a_template_that_never_ends_is_refused(make_model, written):
     model = make_model()
     (model / "chat_template.jinja").write_text(FOR_EVER[written])
     text = load_text(PolicyTable(model=str(model)))
@@ -197,7 +191,7 @@ def test_a_template_that_never_ends_is_refused(
     assert time.monotonic() - started < 30
 
 
-def test_one_long_operation_of_a_template_ends_the_process_with_its_line() -> None:
+def test_one_long_operation_of_a_template_ends_the_process_with_its_line():
     code = """from tba.models import template
 template.SECONDS = 1
 with template.limited():

@@ -1,7 +1,5 @@
 """LoRA over a frozen model in 4 bits (QLoRA)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +38,7 @@ def layers_in_4_bits(own: SingleTrainer) -> Iterator[tuple[str, Any]]:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("precision", ["off", "bf16"])
-def test_engine_reference_and_trainer_agree(precision: str, tmp_path: Path) -> None:
+def test_engine_reference_and_trainer_agree(precision, tmp_path):
     settings = (*QLORA, f"policy.autocast={precision}", "reward.isolate=none", "task=toy.Ones")
     small = ("sampling.max_tokens=6", "sampling.samples=4", "trainer.batch_size=12")
     rate = ("trainer.group_size=4", "trainer.learning_rate=1e-2")
@@ -67,7 +65,7 @@ def test_engine_reference_and_trainer_agree(precision: str, tmp_path: Path) -> N
 
 
 @needs_bitsandbytes
-def test_gradients_are_those_of_the_rounded_weights(batch: Batch) -> None:
+def test_gradients_are_those_of_the_rounded_weights(batch):
     """Those of adapters over a model in fp32, whose weights are what the 4 bits stand for."""
     from bitsandbytes.functional import dequantize_4bit
 
@@ -98,7 +96,7 @@ def test_gradients_are_those_of_the_rounded_weights(batch: Batch) -> None:
 
 
 @needs_bitsandbytes
-def test_bytes_of_the_frozen_model() -> None:
+def test_bytes_of_the_frozen_model():
     own = trainer(BUNDLED, *QLORA, "policy.autocast=off")
     used = 0
     count = 0
@@ -112,23 +110,23 @@ def test_bytes_of_the_frozen_model() -> None:
 
 
 @needs_bitsandbytes
-def test_a_resumed_run_equals_the_uninterrupted_one(toy_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(toy_model, tmp_path):
     resumes_exactly(toy_model, tmp_path, *LORA_SMALL, *QLORA, "run.steps=8")
 
 
 @pytest.mark.parametrize("setting", ["trainer.devices=2", "trainer.compile=true"])
-def test_several_devices_and_compiled_layers_are_refused(setting: str) -> None:
+def test_several_devices_and_compiled_layers_are_refused(setting):
     with pytest.raises(ValueError, match="load_in_4bit works with one device and without compiled"):
         check(load(None, [*QLORA, setting]))
 
 
-def test_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_refused(monkeypatch):
     monkeypatch.setattr("tba.engines.vllm._check_installed", lambda gpus: None)
     with pytest.raises(ValueError, match=r"not the trainer's; set engine=transformers"):
         VLLM.check(load(None, [*QLORA, "engine=vllm"]))
 
 
-def test_4_bits_without_bitsandbytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_4_bits_without_bitsandbytes_are_refused(monkeypatch):
     monkeypatch.setattr(tba.learn.optimizer, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"load_in_4bit needs bitsandbytes: pip install"):
         check(load(None, QLORA))

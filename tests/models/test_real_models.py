@@ -1,7 +1,5 @@
 """The shipped experiments on real pretrained models and real data, where those are at hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -30,7 +28,7 @@ def tba(*arguments: str) -> str:
 
 
 @needs(MODELS / "smollm2", GSM8K)
-def test_gsm8k_end_to_end(tmp_path: Path) -> None:
+def test_gsm8k_end_to_end(tmp_path):
     """Three asynchronous steps."""
     run = tmp_path / "run"
     tba(
@@ -44,7 +42,7 @@ def test_gsm8k_end_to_end(tmp_path: Path) -> None:
 
 
 @needs(MODELS / "smollm2")
-def test_a_calculator_is_used(tmp_path: Path) -> None:
+def test_a_calculator_is_used(tmp_path):
     """Asynchronous steps of real dialogues; some of the calls have a result."""
     run = tmp_path / "run"
     tba(
@@ -61,7 +59,7 @@ def test_a_calculator_is_used(tmp_path: Path) -> None:
 
 
 @needs(MODELS / "stories15m")
-def test_stories_become_happier(tmp_path: Path) -> None:
+def test_stories_become_happier(tmp_path):
     """Mean held-out sentiment rises by many standard errors, at a bounded KL."""
     pytest.importorskip("vaderSentiment", reason="pip install 'tba[sentiment]'")
     run = tmp_path / "run"

@@ -1,7 +1,5 @@
 """Whole runs with each objective: resuming is exact, and a constant lag is constant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +36,7 @@ def resumes(model: Path, folder: Path, objective: str, *settings: str) -> dict[s
 
 
 @pytest.mark.parametrize("objective", ["online_dpo", "ppo", "tb_learned_z", "vineppo"])
-def test_a_run_that_holds_groups_back_resumes_exactly(
-    objective: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_holds_groups_back_resumes_exactly(objective, tiny_model, tmp_path):
     """Killed after step 5 of 8, with two batches held back and a reference reset at step 4.
 
     Objectives with a state of their own, and one without.
@@ -56,7 +52,7 @@ def test_a_run_that_holds_groups_back_resumes_exactly(
     assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
 
 
-def test_a_head_resumes_exactly_without_a_lag(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_head_resumes_exactly_without_a_lag(tiny_model, tmp_path):
     resumes(tiny_model, tmp_path, "ppo", "strategy=mixture", *PLAIN)
 
 
@@ -67,9 +63,7 @@ def test_a_head_resumes_exactly_without_a_lag(tiny_model: Path, tmp_path: Path) 
         *(pytest.param(name, marks=pytest.mark.slow) for name in STATELESS),
     ],
 )
-def test_an_objective_for_stale_data_resumes_exactly(
-    objective: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_objective_for_stale_data_resumes_exactly(objective, tiny_model, tmp_path):
     resumes(tiny_model, tmp_path, objective, *HELD_BACK)
 
 
@@ -81,14 +75,14 @@ def lines_of_the_page() -> list[tuple[str, list[str]]]:
     return [(cell[1].strip(), cell[2].strip(" `").split()) for cell in cells]
 
 
-def test_the_lines_that_are_algorithms_can_be_typed() -> None:
+def test_the_lines_that_are_algorithms_can_be_typed():
     lines = lines_of_the_page()
     assert len(lines) == 8
     for _, line in lines:
         resolve_all(load(None, line))
 
 
-def test_the_reference_of_gvpo_is_the_policy_that_sampled(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_reference_of_gvpo_is_the_policy_that_sampled(tiny_model, tmp_path):
     (line,) = [line for name, line in lines_of_the_page() if name.startswith("GVPO")]
     run(config(tiny_model, tmp_path / "run", *line, *PLAIN))
     buffer = ReplayBuffer()
@@ -103,14 +97,12 @@ def test_the_reference_of_gvpo_is_the_policy_that_sampled(tiny_model: Path, tmp_
     ("alpha", "warns"),
     [("0.5", False), ("1.25", False), ("0.25", True), ("{start=1.0, end=2.0, steps=8}", True)],
 )
-def test_an_alpha_far_from_one_warns_before_a_run(
-    alpha: str, warns: bool, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_alpha_far_from_one_warns_before_a_run(alpha, warns, tiny_model, tmp_path, caplog):
     check(config(tiny_model, tmp_path / "run", f"objective.alpha={alpha}"))
     assert ("outside 0.5 to 1.25, single responses" in caplog.text) == warns
 
 
-def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path) -> None:
+def test_another_objective_cannot_resume_a_head(tiny_model, tmp_path):
     """The head must be of the same kind, or absent in both."""
     for objective in ("tb", "ppo"):
         run(
@@ -139,7 +131,7 @@ def test_another_objective_cannot_resume_a_head(tiny_model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("lag", [0, 3])
-def test_the_lag_is_constant(lag: int, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_lag_is_constant(lag, tiny_model, tmp_path):
     """Step v learns from all groups of version v - lag; on policy, every ratio pi / mu is 1."""
     run(
         config(

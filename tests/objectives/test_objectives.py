@@ -3,8 +3,6 @@
 Also identities between objectives, and finite differences. tests/hand.py describes the case.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import exp, log, sqrt
@@ -45,7 +43,7 @@ from tba.types import Batch
 # Trajectory balance
 
 
-def test_tb_by_hand() -> None:
+def test_tb_by_hand():
     """Residuals, KL / 2 - r less their mean, are -LEFT; loss = mean of their squares / (2 beta), d
     loss / d logp = residual / K.
     """
@@ -62,7 +60,7 @@ def test_tb_by_hand() -> None:
     )  # mean(2 r - KL)
 
 
-def test_tb_corrected_for_delay_by_hand() -> None:
+def test_tb_corrected_for_delay_by_hand():
     """Weights (1, 1.1, .25), (1.5, 2 for 3, .35): residuals (-.5, 0, 1) have the weighted mean -.25
     / 2.35, (-.5, 0, -2) -1.45 / 3.85.
     """
@@ -79,7 +77,7 @@ def test_tb_corrected_for_delay_by_hand() -> None:
 
 
 @pytest.mark.parametrize("options", [{"importance_cap": 2.0}, {"tapered": True}])
-def test_tb_with_weights_is_tb_on_policy(options: dict[str, Any]) -> None:
+def test_tb_with_weights_is_tb_on_policy(options):
     for a, b in zip(
         solve(TrajectoryBalance(0.3, **options), *on_policy()),
         solve(TrajectoryBalance(0.3), *on_policy()),
@@ -88,7 +86,7 @@ def test_tb_with_weights_is_tb_on_policy(options: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_tapered_tb_by_hand() -> None:
+def test_tapered_tb_by_hand():
     """Weights min(pi / mu, 1) for errors above 0, which push down: .25 for the last response of the
     first group, 1 for both of the second; log Z is that of `tb`.
     """
@@ -106,7 +104,7 @@ def test_tapered_tb_by_hand() -> None:
     assert metric(objective, "tb/log_z", *drifted()) == pytest.approx([-1 / 3, 5 / 3])
 
 
-def test_tb_clamps_each_token() -> None:
+def test_tb_clamps_each_token():
     """Log-ratios cut at 1: KL (1, 0, 1), residuals less their mean (-.5, 0, .5), and the token that
     was cut learns nothing; the other group has none above.
     """
@@ -115,7 +113,7 @@ def test_tb_clamps_each_token() -> None:
     check(solve(TrajectoryBalance(0.5, log_ratio_clamp=1.0), *ragged()), loss, gradient)
 
 
-def test_tb_learned_z_by_hand() -> None:
+def test_tb_learned_z_by_hand():
     """log Z = (1, -1): residuals KL / 2 + log Z / 2 - r are (0, .5, 1.5) and (-1, -.5, -2.5); that
     of log Z is their mean, 2/3 and -4/3.
     """
@@ -129,7 +127,7 @@ def test_tb_learned_z_by_hand() -> None:
     assert metric(objective, "tb/log_z", *ragged(), head) == [1.0, -1.0]
 
 
-def test_tb_learned_z_at_the_groups_own_log_z_is_tb() -> None:
+def test_tb_learned_z_at_the_groups_own_log_z_is_tb():
     logp, batch = drifted()
     own = TrajectoryBalance(0.3)(logp, batch)[1]["tb/log_z"]
     for a, b in zip(
@@ -143,7 +141,7 @@ def test_tb_learned_z_at_the_groups_own_log_z_is_tb() -> None:
     )  # there log Z stays
 
 
-def test_group_residual_has_mean_zero() -> None:
+def test_group_residual_has_mean_zero():
     logp, batch = ragged()
     _, extras = TrajectoryBalance(beta=0.5)(logp, batch)
     residual = (
@@ -154,7 +152,7 @@ def test_group_residual_has_mean_zero() -> None:
     torch.testing.assert_close(residual.mean(1), torch.zeros(2).double(), atol=1e-9, rtol=0)
 
 
-def test_tb_is_zero_at_the_tilted_reference() -> None:
+def test_tb_is_zero_at_the_tilted_reference():
     _, batch = ragged()
     bonus = batch.reward / 0.5 / batch.mask.sum(-1)
     loss, gradient = solve(
@@ -165,7 +163,7 @@ def test_tb_is_zero_at_the_tilted_reference() -> None:
     )
 
 
-def test_tb_is_zero_at_the_tempered_target() -> None:
+def test_tb_is_zero_at_the_tempered_target():
     """log pi = (log ref / gamma + r / beta) / tau + log Z, however it is spread over the tokens."""
     _, batch = ragged()
     options = {"beta": 0.5, "gamma": 1.25, "tau": 2.0}
@@ -186,7 +184,7 @@ def test_tb_is_zero_at_the_tempered_target() -> None:
 
 
 @pytest.mark.parametrize("importance", ["none", "token", "sequence"])
-def test_tba_prime_by_hand(importance: str) -> None:
+def test_tba_prime_by_hand(importance):
     """A = LEFT; 7 and 6 tokens. Weights, cut at 2: those of the tokens, or of their response at
     each.
     """
@@ -209,7 +207,7 @@ def test_tba_prime_by_hand(importance: str) -> None:
     )
 
 
-def test_tba_prime_clamps_each_token() -> None:
+def test_tba_prime_clamps_each_token():
     """Log-ratios cut at 1: KL (1, 0, 1) instead of (1, 0, 2), so r - KL / 2 = (.5, 0, -.5); the
     other group has none above.
     """
@@ -235,7 +233,7 @@ def test_tba_prime_clamps_each_token() -> None:
     )
 
 
-def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length() -> None:
+def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length():
     """7 and 6 tokens of 3 responses."""
     _, tb = solve(TrajectoryBalance(0.3), *drifted())
     _, prime = solve(TBAPrime(0.3, log_ratio_clamp=1e9, importance="none"), *drifted())
@@ -248,7 +246,7 @@ def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length() -> Non
 # Policy gradients
 
 
-def test_rloo_by_hand() -> None:
+def test_rloo_by_hand():
     """A = 3/2 LEFT = (1, .25, -1.25), (-.5, -1.25, 1.75), settled by mu; loss = -mean A log pi with
     today's log pi.
     """
@@ -269,7 +267,7 @@ def test_rloo_by_hand() -> None:
 
 
 @pytest.mark.parametrize("importance", ["token", "sequence"])
-def test_rloo_with_importance_weights_by_hand(importance: str) -> None:
+def test_rloo_with_importance_weights_by_hand(importance):
     """The same A, weights cut at 2."""
     token = [[[2, 0.5], [1.1, 1, 1, 1], [0.25]], [[1, 1, 1.5], [2], [0.5, 0.7]]]
     sequence = [[[1, 1], [1.1] * 4, [0.25]], [[1.5] * 3, [2], [0.35] * 2]]
@@ -283,7 +281,7 @@ def test_rloo_with_importance_weights_by_hand(importance: str) -> None:
     )
 
 
-def test_proximal_rloo_by_hand() -> None:
+def test_proximal_rloo_by_hand():
     """A = (1, .25, -1.25), (-.5, -1.25, 1.75); ratios (1, 1.1, .25), (1.5, 3, .35): only .25 with A
     < 0 is clipped, to .8.
     """
@@ -298,7 +296,7 @@ def test_proximal_rloo_by_hand() -> None:
     check(solve(ProximalRloo(0.5, clip=0.05), *moved()), narrow, gradient)
 
 
-def test_dr_grpo_by_hand() -> None:
+def test_dr_grpo_by_hand():
     """A = (2/3, -1/3, -1/3), (-1/2, -1/2, 1). Of the ratios 2 (A > 0) and .25 (A < 0) are clipped,
     to 1.2 and .8; 1.5 and 3 (A < 0) are not.
     """
@@ -332,7 +330,7 @@ def test_dr_grpo_by_hand() -> None:
 @pytest.mark.parametrize(
     ("clip_high", "bound", "slope"), [(None, 1.2, 0.0), (0.6, 1.6, 0.0), (1.5, 2.0, 2.0)]
 )
-def test_grpo_by_hand(clip_high: float | None, bound: float, slope: float) -> None:
+def test_grpo_by_hand(clip_high, bound, slope):
     """As Dr. GRPO, each response over its length, A over the spread sqrt(1/3), sqrt(3/4);
     `clip_high` lets 2 (A > 0) go further.
     """
@@ -367,7 +365,7 @@ def test_grpo_by_hand(clip_high: float | None, bound: float, slope: float) -> No
 VALUES = per_token([[0.5, 1], [0, 1, 0, 2], [-1]], [[1, 2, -1], [0.5], [0, 4]])
 
 
-def test_ppo_by_hand() -> None:
+def test_ppo_by_hand():
     """Rewards of the tokens, -KL / 2 and r at the end: (-.25, .75) (0, 0, 0, 0) (-1) and
     (0, 0, .5) (0) (0, 2).
 
@@ -421,7 +419,7 @@ def test_ppo_by_hand() -> None:
     )
 
 
-def test_ppo_discounts_by_hand() -> None:
+def test_ppo_discounts_by_hand():
     """discount = lambda = 1/2: differences r + V' / 2 - V are (-.25, -.25) (.5, -1, 1, -2) (0) and
     (0, -2.5, 1.5) (-.5) (2, -2).
 
@@ -437,7 +435,7 @@ def test_ppo_discounts_by_hand() -> None:
     )
 
 
-def test_vineppo_by_hand_with_steps_of_one_token() -> None:
+def test_vineppo_by_hand_with_steps_of_one_token():
     """V: (.5, .75) (.5, .25, .5, 1) (.5) and (1.25, 1, .5) (1.25) (.5, 1); A is V of the next
     state, r at the end, less V.
     """
@@ -457,7 +455,7 @@ def test_vineppo_by_hand_with_steps_of_one_token() -> None:
     check(solve(objective, logp, filled), [-s / 3 for s in surrogate], -slopes / 3)
 
 
-def test_vineppo_by_hand_with_steps_of_two_tokens() -> None:
+def test_vineppo_by_hand_with_steps_of_two_tokens():
     """Both tokens of a step share its A; the step that begins a response of odd length's last token
     is that token alone. beta = .3.
     """
@@ -483,7 +481,7 @@ def test_vineppo_by_hand_with_steps_of_two_tokens() -> None:
     )
 
 
-def test_vineppo_refuses_what_was_found_without_rollouts() -> None:
+def test_vineppo_refuses_what_was_found_without_rollouts():
     logp, batch = ragged()
     with pytest.raises(ValueError, match="without rollouts; start a new run"):
         VinePpo()(logp, replace(batch, value=torch.full_like(logp, float("nan"))))
@@ -492,7 +490,7 @@ def test_vineppo_refuses_what_was_found_without_rollouts() -> None:
 # Preferences and imitation
 
 
-def test_online_dpo_by_hand() -> None:
+def test_online_dpo_by_hand():
     """d = (1, 0, 2), (0, 1, 0). Best against worst: the first over the second (d 1 - 0), the third
     over the first (0 - 0): -log sigmoid(1/2), log 2.
     """
@@ -502,7 +500,7 @@ def test_online_dpo_by_hand() -> None:
     assert metric(OnlineDpo(0.5), "rewards/margins", *ragged()) == [0.5, 0.0]
 
 
-def test_raft_by_hand() -> None:
+def test_raft_by_hand():
     """r >= 1/2: the first; all three. The best: the first; the third. r >= 1: the first; the third.
     Best of equals: none.
     """
@@ -528,7 +526,7 @@ def test_raft_by_hand() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.5, 3.0])
-def test_on_policy_tb_is_rloo_up_to_its_constant(beta: float) -> None:
+def test_on_policy_tb_is_rloo_up_to_its_constant(beta):
     """RLOO's gradient is K / (K - 1) times TB's, whatever beta: that is why beta / 2 is in the
     loss.
     """
@@ -537,7 +535,7 @@ def test_on_policy_tb_is_rloo_up_to_its_constant(beta: float) -> None:
     )
 
 
-def test_off_policy_rloo_is_not_tb() -> None:
+def test_off_policy_rloo_is_not_tb():
     """RLOO's advantage knows the policy that sampled, TB's residual the live one: that is what
     staleness changes.
     """
@@ -546,13 +544,13 @@ def test_off_policy_rloo_is_not_tb() -> None:
     ).abs().max() > 0.1
 
 
-def test_the_first_step_of_proximal_rloo_is_rloos() -> None:
+def test_the_first_step_of_proximal_rloo_is_rloos():
     torch.testing.assert_close(
         solve(ProximalRloo(0.3), *on_policy())[1], solve(Rloo(0.3), *on_policy())[1]
     )
 
 
-def test_the_first_step_of_ppo_is_a_policy_gradient() -> None:
+def test_the_first_step_of_ppo_is_a_policy_gradient():
     """With lambda = 1 and V = 0, A_t is what is still to come: without KL the reward itself, and
     the gradient is REINFORCE's.
     """
@@ -562,7 +560,7 @@ def test_the_first_step_of_ppo_is_a_policy_gradient() -> None:
 
 
 @pytest.mark.parametrize("baseline", [0.7, -2.0])
-def test_ppo_with_a_perfect_value_head_of_one_number_has_a_baseline(baseline: float) -> None:
+def test_ppo_with_a_perfect_value_head_of_one_number_has_a_baseline(baseline):
     """A constant V of every state, lambda = 1: A = r - V at every token, for V cancels between the
     first and the last.
     """
@@ -571,7 +569,7 @@ def test_ppo_with_a_perfect_value_head_of_one_number_has_a_baseline(baseline: fl
     torch.testing.assert_close(gradient, -(batch.reward - baseline)[..., None] * batch.mask / 3)
 
 
-def test_the_first_steps_of_grpo_and_dr_grpo_are_policy_gradients() -> None:
+def test_the_first_steps_of_grpo_and_dr_grpo_are_policy_gradients():
     """Without KL: of r less its mean, over the spread and each length, or over neither."""
     logp, batch = on_policy()
     left = (batch.reward - batch.reward.mean(1, keepdim=True))[..., None] * batch.mask / 3
@@ -580,7 +578,7 @@ def test_the_first_steps_of_grpo_and_dr_grpo_are_policy_gradients() -> None:
     torch.testing.assert_close(solve(Grpo(beta=0.0), logp, batch)[1], -left / divisor[..., None])
 
 
-def test_dr_grpo_is_grpo_without_its_two_normalisers() -> None:
+def test_dr_grpo_is_grpo_without_its_two_normalisers():
     """Responses all of 3 tokens, and rewards whose spread plus 1e-4 is 1: GRPO is a third of Dr.
     GRPO, off policy and with KL.
     """
@@ -601,7 +599,7 @@ def test_dr_grpo_is_grpo_without_its_two_normalisers() -> None:
         torch.testing.assert_close(a, b / 3)
 
 
-def test_the_first_step_of_vineppo_with_one_long_step_is_rloos() -> None:
+def test_the_first_step_of_vineppo_with_one_long_step_is_rloos():
     """Then V is the mean of the others, and A = r - V: RLOO without KL."""
     logp, batch = on_policy()
     others = (batch.reward.sum(1, keepdim=True) - batch.reward) / 2
@@ -612,7 +610,7 @@ def test_the_first_step_of_vineppo_with_one_long_step_is_rloos() -> None:
     )
 
 
-def test_raft_on_right_or_wrong_is_reinforce_without_a_baseline() -> None:
+def test_raft_on_right_or_wrong_is_reinforce_without_a_baseline():
     """And with PPO's machinery switched off, PPO is the same."""
     logp, batch = on_policy()
     binary = replace(batch, reward=(batch.reward >= 1).double())
@@ -676,7 +674,7 @@ def regularised() -> Tensor:
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_on_policy_expectations(k: int) -> None:
+def test_on_policy_expectations(k):
     """RLOO, and TB with any constant for log Z, are unbiased; TB's own mean costs it 1 / K of the
     gradient.
     """
@@ -694,7 +692,7 @@ def test_on_policy_expectations(k: int) -> None:
     )
 
 
-def test_the_learned_log_z_is_pulled_by_the_distance_to_the_target() -> None:
+def test_the_learned_log_z_is_pulled_by_the_distance_to_the_target():
     """E[d loss / d log Z] at the true log Z is beta KL(pi, pi*): 0 at the target alone."""
     p, star = LOGITS.softmax(0), (REF.log() + REWARD / BETA - LOG_Z).exp()
     logp, batch = answers(torch.arange(3)[:, None].expand(3, 2), LOGITS, p)
@@ -702,7 +700,7 @@ def test_the_learned_log_z_is_pulled_by_the_distance_to_the_target() -> None:
     torch.testing.assert_close((p * pull).sum(), BETA * (p * (p / star).log()).sum())
 
 
-def test_grpo_with_kl_pulls_towards_the_reference_from_its_side() -> None:
+def test_grpo_with_kl_pulls_towards_the_reference_from_its_side():
     """E[d k3] is the gradient of KL(ref, pi), not of KL(pi, ref): p - ref in the logits. That is
     where GRPO's target parts from TB's.
     """
@@ -713,7 +711,7 @@ def test_grpo_with_kl_pulls_towards_the_reference_from_its_side() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_weighted_rloo_off_policy_is_the_policy_gradient_of_what_was_settled(k: int) -> None:
+def test_weighted_rloo_off_policy_is_the_policy_gradient_of_what_was_settled(k):
     """Unbiased for r - beta (log mu - log ref) as a reward, whoever sampled; without weights it is
     not.
     """
@@ -726,7 +724,7 @@ def test_weighted_rloo_off_policy_is_the_policy_gradient_of_what_was_settled(k: 
     assert (expected_gradient(Rloo(BETA), k, MU) - true_gradient(settled)).abs().max() > 0.05
 
 
-def test_tb_corrected_for_delay_has_the_on_policy_gradient() -> None:
+def test_tb_corrected_for_delay_has_the_on_policy_gradient():
     """In the largest of groups: one that has each answer as often as mu, (.2, .5, .3), gives it.
     Raw TB has another, to the same target.
     """
@@ -740,7 +738,7 @@ def test_tb_corrected_for_delay_has_the_on_policy_gradient() -> None:
     assert (found[None] - true_gradient(regularised())).abs().max() > 0.02
 
 
-def test_both_are_at_rest_at_the_target_whoever_samples() -> None:
+def test_both_are_at_rest_at_the_target_whoever_samples():
     """There, and off policy: TB, raw or corrected, and with the true log Z, has no gradient in any
     group.
     """
@@ -772,13 +770,13 @@ def test_both_are_at_rest_at_the_target_whoever_samples() -> None:
     ],
     ids=repr,
 )
-def test_finite_differences(objective: Any) -> None:
+def test_finite_differences(objective):
     """For TB: VarGrad's detached log Z changes nothing, for the loss is a variance."""
     logp, batch = moved()
     assert torch.autograd.gradcheck(lambda x: objective(x, batch)[0], logp.clone().requires_grad_())
 
 
-def test_finite_differences_with_a_head() -> None:
+def test_finite_differences_with_a_head():
     """PPO's head learns from a target that is held fixed, so that only log-probs can be varied."""
     logp, batch = moved()
     log_z = torch.tensor([0.7, -0.2], dtype=torch.float64, requires_grad=True)
@@ -798,12 +796,12 @@ def test_finite_differences_with_a_head() -> None:
 @pytest.mark.parametrize(
     "objective", [TrajectoryBalance, TrajectoryBalanceLearnedZ, TBAPrime, OnlineDpo]
 )
-def test_a_beta_without_a_target_is_refused(objective: Any, beta: float) -> None:
+def test_a_beta_without_a_target_is_refused(objective, beta):
     with pytest.raises(ValueError, match=r"objective\.beta"):
         check_options(objective, "objective", "it", {"beta": beta})
 
 
-def test_other_options_without_a_sense_are_refused() -> None:
+def test_other_options_without_a_sense_are_refused():
     refused: list[tuple[Any, dict[str, Any]]] = [
         (TrajectoryBalance, {"importance_cap": 0.0}),
         (TrajectoryBalance, {"tapered": True, "importance_cap": 1.0}),
@@ -826,7 +824,7 @@ def test_other_options_without_a_sense_are_refused() -> None:
             objective(**check_options(objective, "objective", "it", options))
 
 
-def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned() -> None:
+def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned():
     """The worst response of the first group, e^-6 as likely as when it was sampled."""
     logp, batch = drifted()
     behavior = batch.behavior_logp.clone()
@@ -839,7 +837,7 @@ def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned() -> None:
     torch.testing.assert_close(tapered[0, :2], plain[0, :2])
 
 
-def test_ppo_settles_the_kl_when_it_sampled() -> None:
+def test_ppo_settles_the_kl_when_it_sampled():
     """`drifted`, V = 0, lambda = 1: a token's A is the rewards to come, with log mu - log ref = log
     pi - log ref - log ratio.
     """
@@ -850,7 +848,7 @@ def test_ppo_settles_the_kl_when_it_sampled() -> None:
     assert found[1, 1, 0].item() == pytest.approx(last[1])
 
 
-def test_tb_corrected_for_delay_is_biased_by_one_over_k() -> None:
+def test_tb_corrected_for_delay_is_biased_by_one_over_k():
     """Its mean is a ratio of two estimates. Relative to TB's own (K - 1) / K of the on-policy
     gradient, the rest falls with K; raw TB's does not.
     """

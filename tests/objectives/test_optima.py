@@ -1,7 +1,5 @@
 """Where losses end, and what their gradients are on policy, by enumeration of all answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,7 +59,7 @@ def total_variation(p: Tensor, q: Tensor) -> float:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.75, 1.0, 1.25, 2.0])
-def test_the_optimum_of_tb_is_the_target_for_every_alpha(alpha: float) -> None:
+def test_the_optimum_of_tb_is_the_target_for_every_alpha(alpha):
     """From samples of another policy, (.2, .5, .3)."""
     beta = 0.4
     objective = TrajectoryBalance(beta, alpha=alpha)
@@ -94,18 +92,18 @@ def check_gradient(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.4, 1.0])
-def test_on_policy_alpha_one_is_reverse_kl(beta: float) -> None:
+def test_on_policy_alpha_one_is_reverse_kl(beta):
     found, pi, star = on_policy_gradient(1.0, beta)
     check_gradient(found, beta * gradient_of(lambda p: (p * (p / star).log()).sum(), pi))
 
 
-def test_on_policy_alpha_zero_is_forward_kl() -> None:
+def test_on_policy_alpha_zero_is_forward_kl():
     """In units of reward, with beta = 1."""
     found, pi, star = on_policy_gradient(0.0, 1.0)
     check_gradient(found, gradient_of(lambda p: (star * (star / p).log()).sum(), pi))
 
 
-def test_on_policy_alpha_one_half_is_the_alpha_divergence() -> None:
+def test_on_policy_alpha_one_half_is_the_alpha_divergence():
     """4 (1 - sum sqrt(pi pi*)) up to the factor sum sqrt(pi pi*), by which c normalises."""
     found, pi, star = on_policy_gradient(0.5, 1.0)
     affinity = (pi * star).sqrt().sum()
@@ -115,7 +113,7 @@ def test_on_policy_alpha_one_half_is_the_alpha_divergence() -> None:
 
 @pytest.mark.parametrize("beta", [0.4, 1.0, 2.0])
 @pytest.mark.parametrize("alpha", [0.25, 0.8, 1.25])
-def test_on_policy_every_alpha_is_a_renyi_divergence(alpha: float, beta: float) -> None:
+def test_on_policy_every_alpha_is_a_renyi_divergence(alpha, beta):
     """Of order 1 - (1 - alpha) beta, times beta over this order."""
     order = 1 - (1 - alpha) * beta
     found, pi, star = on_policy_gradient(alpha, beta)
@@ -134,7 +132,7 @@ def fixed_value(objective: Oapl | TrajectoryBalance) -> float:
     return total_variation(found, torch.softmax(ref.log() + reward / SCRIPT.BETA, 0))
 
 
-def test_only_the_live_group_and_the_exact_v_end_at_the_target() -> None:
+def test_only_the_live_group_and_the_exact_v_end_at_the_target():
     beta = SCRIPT.BETA
     assert fixed_value(TrajectoryBalance(beta)) < 1e-6
     assert fixed_value(Oapl(beta, value_beta=beta)) < 1e-6  # a group as large as the population
@@ -143,7 +141,7 @@ def test_only_the_live_group_and_the_exact_v_end_at_the_target() -> None:
     )
 
 
-def test_v_from_few_samples_is_low() -> None:
+def test_v_from_few_samples_is_low():
     """All groups of four, with their chances: the script's mean is that of the objective's V."""
     groups = torch.cartesian_prod(*[torch.tensor([1.0, 0.0])] * 4)
     chance = torch.where(groups == 1, SCRIPT.RIGHT, 1 - SCRIPT.RIGHT).prod(1)
@@ -153,7 +151,7 @@ def test_v_from_few_samples_is_low() -> None:
     assert low == pytest.approx([0.058, 0.012, 0.003], abs=6e-4)
 
 
-def test_the_page_has_the_figures_of_the_script() -> None:
+def test_the_page_has_the_figures_of_the_script():
     page = (ROOT / "docs" / "algorithms.md").read_text()
     for name, value in SCRIPT.marked().items():
         low = SCRIPT.EXACT - value

@@ -1,7 +1,5 @@
 """Objectives for stale data against numbers by hand and identities; tests/hand.py has the case."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp, inf, log, sqrt
 from typing import Any
@@ -58,14 +56,14 @@ def check_rows(found: tuple[Tensor, Tensor], loss: Tensor, gradient: Tensor) -> 
     check(found, loss.mean(1).tolist(), gradient)
 
 
-def test_oapl_by_hand() -> None:
+def test_oapl_by_hand():
     """beta = b = 1/2: V = log(mean exp(2 r)) / 2, error log(w) / 2 - r + V, gradient error / K."""
     value = per_response([[log((exp(2) + 2) / 3) / 2], [log((2 * exp(1) + exp(4)) / 3) / 2]])
     error = W.log() / 2 - per_response([[1, 0, 0], [0.5, 0.5, 2]]) + value
     check_rows(solve(Oapl(0.5, 0.5), *drifted()), error**2, at_tokens(error / 3))
 
 
-def test_m2po_by_hand() -> None:
+def test_m2po_by_hand():
     """Squares of the log-ratios from the smallest: 0, 0, 0, .009 | .48, .48, 1.92, and 0, 0, .127 |
     .164, .480, 1.207. Their running means stay below .05 up to the bar.
     """
@@ -77,27 +75,27 @@ def test_m2po_by_hand() -> None:
     assert metric(M2po(threshold=0.04), "clip_ratio", *drifted()) == pytest.approx([3 / 7, 4 / 6])
 
 
-def test_vespo_by_hand() -> None:
+def test_vespo_by_hand():
     """phi = w^2 e^(3 - 3 w) where A > 0, and w^3 e^(2 - 2 w) where A < 0; log pi is -T."""
     phi = torch.where(A > 0, W**2 * (3 - 3 * W).exp(), W**3 * (2 - 2 * W).exp())
     weight = phi * A / TOKENS
     check_rows(solve(Vespo(), *drifted()), 3 * weight * LENGTH, at_tokens(-weight))
 
 
-def test_asymre_by_hand() -> None:
+def test_asymre_by_hand():
     """Advantages are .1 more than the centred rewards."""
     advantage = LESS_MEAN + 0.1
     found = solve(AsymRe(shift=-0.1), *drifted())
     check_rows(found, advantage * LENGTH, at_tokens(-advantage / 3))
 
 
-def test_topr_by_hand() -> None:
+def test_topr_by_hand():
     """r - 1/2 is (1/2, -1/2, -1/2) and (0, 0, 3/2); below 0, weights are min(pi / mu, 1)."""
     weighted = per_response([[0.5, -0.5, -0.125], [0, 0, 1.5]])
     check_rows(solve(Topr(), *drifted()), weighted * LENGTH, at_tokens(-weighted / 3))
 
 
-def test_cispo_by_hand() -> None:
+def test_cispo_by_hand():
     """Ratios above the cap of 1.2 weigh 1.2, and still have a gradient."""
     weights = per_token([[1.2, 0.5], [1.1, 1, 1, 1], [0.25]], [[1, 1, 1.2], [1.2], [0.5, 0.7]])
     sums = per_response([[1.7, 4.1, 0.25], [3.2, 1.2, 1.2]])
@@ -106,7 +104,7 @@ def test_cispo_by_hand() -> None:
     assert metric(Cispo(cap=1.2), "clip_ratio", *drifted()) == pytest.approx([1 / 7, 2 / 6])
 
 
-def test_gspo_by_hand() -> None:
+def test_gspo_by_hand():
     """s = w^(1 / T), clipped to .98 and 1.03: only the third response, which is unlikely and bad,
     has no gradient. Those of the second group are bad and too likely, or good and too unlikely.
     """
@@ -119,7 +117,7 @@ def test_gspo_by_hand() -> None:
     assert metric(Gspo(), "clip_ratio", *drifted()) == pytest.approx([2 / 3, 1])
 
 
-def test_whitening_by_hand() -> None:
+def test_whitening_by_hand():
     """Advantages of tokens (1, 2), (3, 0, 0, 0), (1) have mean 1 and variance 8 / 7."""
     _, batch = ragged()
     given = per_token([[1, 2], [3, 0, 0, 0], [1]], [[5, 5, 5], [5], [5, 5]])
@@ -128,7 +126,7 @@ def test_whitening_by_hand() -> None:
     torch.testing.assert_close(found, wanted / sqrt(8 / 7 + 1e-8))  # equal ones have no gradient
 
 
-def test_whitened_ppo_and_vineppo_are_policy_gradients_of_whitened_advantages() -> None:
+def test_whitened_ppo_and_vineppo_are_policy_gradients_of_whitened_advantages():
     """On policy; PPO's head learns from advantages that are not whitened."""
     logp, batch = on_policy()
     value = per_token([[0.1, 0.4], [0.2, 0.3, 0.1, 0], [0.5]], [[0.2] * 3, [1], [0.3, 0.9]])
@@ -161,7 +159,7 @@ def gradient_of(loss: Any, logp: Tensor) -> Tensor:
     return torch.autograd.grad(loss(logp).sum(), logp)[0]
 
 
-def test_agro_and_pairwise_copg_have_the_gradient_of_tb() -> None:
+def test_agro_and_pairwise_copg_have_the_gradient_of_tb():
     """A variance within the group, with a gradient through its mean; and squared differences of
     every pair.
     """
@@ -180,7 +178,7 @@ def test_agro_and_pairwise_copg_have_the_gradient_of_tb() -> None:
     torch.testing.assert_close(gradient_of(copg, logp), gradient)
 
 
-def test_gvpo_is_tb_with_the_sampling_policy_as_its_reference() -> None:
+def test_gvpo_is_tb_with_the_sampling_policy_as_its_reference():
     """Weights are rewards less their mean, minus log pi / mu less its mean, times beta."""
     logp, batch = drifted()
     change = 0.3 * ((logp - batch.behavior_logp) * batch.mask).sum(-1)
@@ -192,7 +190,7 @@ def test_gvpo_is_tb_with_the_sampling_policy_as_its_reference() -> None:
 
 
 @pytest.mark.parametrize("value_beta", [0.3, 1.0, inf])
-def test_oapl_is_gvpo_and_a_push_on_all_responses(value_beta: float) -> None:
+def test_oapl_is_gvpo_and_a_push_on_all_responses(value_beta):
     """(mean f + V) mean grad log pi: to all equally, unless V is the group's own."""
     logp, batch = moved()
     objective = Oapl(0.3, value_beta)
@@ -204,7 +202,7 @@ def test_oapl_is_gvpo_and_a_push_on_all_responses(value_beta: float) -> None:
     torch.testing.assert_close(found, solve(TrajectoryBalance(0.3), logp, behaved)[1] + push)
 
 
-def test_oapl_with_the_mean_reward_is_the_mirror_descent_of_kimi() -> None:
+def test_oapl_with_the_mean_reward_is_the_mirror_descent_of_kimi():
     """(r - mean r) grad log pi - tau / 2 grad (log pi / mu)^2, mean over the responses, ascends."""
     logp, batch = moved()
 
@@ -218,7 +216,7 @@ def test_oapl_with_the_mean_reward_is_the_mirror_descent_of_kimi() -> None:
     torch.testing.assert_close(near, gradient_of(kimi, logp), atol=1e-4, rtol=0)
 
 
-def test_the_first_steps_are_reinforce_with_their_baseline() -> None:
+def test_the_first_steps_are_reinforce_with_their_baseline():
     """Rewards less a baseline: over the spread and the group's tokens, over the spread and each
     length, or over neither.
     """
@@ -238,12 +236,12 @@ def test_the_first_steps_are_reinforce_with_their_baseline() -> None:
 
 
 @pytest.mark.parametrize("objective", [Oapl(0.3), Gspo(), TrajectoryBalance(0.3, alpha=0.5)])
-def test_finite_differences(objective: Any) -> None:
+def test_finite_differences(objective):
     logp, batch = moved()
     assert torch.autograd.gradcheck(lambda x: objective(x, batch)[0], logp.clone().requires_grad_())
 
 
-def test_options_without_a_sense_are_refused() -> None:
+def test_options_without_a_sense_are_refused():
     refused: list[tuple[Any, dict[str, Any]]] = [
         (Oapl, {"beta": 0.0}),
         (Oapl, {"value_beta": 0.0}),
@@ -259,7 +257,7 @@ def test_options_without_a_sense_are_refused() -> None:
             objective(**check_options(objective, "objective", "it", options))
 
 
-def test_tb_with_alpha_by_hand() -> None:
+def test_tb_with_alpha_by_hand():
     """k = 1/2, x = e - c: loss 2 l(x), l = 4 (x / 2 + exp(-x / 2) - 1), gradient l'(x) / K."""
     error = per_response([[-0.5, 0, 1], [-0.5, 0, -2]])
     c = -2 * (-error / 2).exp().mean(1).log()
@@ -271,7 +269,7 @@ def test_tb_with_alpha_by_hand() -> None:
     assert metric(objective, "tb/log_z", *ragged()) == pytest.approx((-2 * c).tolist())
 
 
-def test_alpha_close_to_one_is_the_square() -> None:
+def test_alpha_close_to_one_is_the_square():
     logp, batch = drifted()
     square = solve(TrajectoryBalance(0.3), logp, batch)
     for alpha, tolerance in ((1.0005, 0.0), (1.002, 2e-3), (0.998, 2e-3)):

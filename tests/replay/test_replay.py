@@ -1,7 +1,5 @@
 """The buffer: every sample accounted for, distinct responses, oldest dropped, draws exact."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +8,7 @@ import pytest
 from build import conserved, first_tokens, group, random_groups, trajectory
 
 from tba.replay.buffer import ReplayBuffer
-from tba.strategies import Columns, Strategy
+from tba.strategies import Columns
 from tba.strategies._draw import LARGE, by_count, by_weight
 from tba.strategies.mixture import Mixture
 from tba.strategies.recent import Recent
@@ -19,7 +17,7 @@ from tba.strategies.uniform import Uniform
 from tba.types import Group
 
 
-def test_samples_of_a_response_that_arrives_again_add_up() -> None:
+def test_samples_of_a_response_that_arrives_again_add_up():
     """Uniform replay draws from all samples; a recent draw from those of the latest arrival."""
     buffer = ReplayBuffer()
     buffer.add([group("a", *[trajectory(1)] * 9, trajectory(2))], now=0)
@@ -32,7 +30,7 @@ def test_samples_of_a_response_that_arrives_again_add_up() -> None:
     assert buffer.counts["short_groups"] == 0
 
 
-def test_a_prompt_never_mixes_references() -> None:
+def test_a_prompt_never_mixes_references():
     """A newer reference replaces what was stored; a group with an older one comes too late."""
     buffer = ReplayBuffer()
     old = group("a", *map(trajectory, range(4)), reference=3)
@@ -52,7 +50,7 @@ def test_a_prompt_never_mixes_references() -> None:
     assert conserved(buffer)
 
 
-def test_recent_is_on_policy_when_a_batch_arrives_each_step() -> None:
+def test_recent_is_on_policy_when_a_batch_arrives_each_step():
     """Exactly what just arrived, each sample once, duplicates as often as they were sampled."""
     rng = np.random.default_rng(1)
     buffer = ReplayBuffer()
@@ -67,7 +65,7 @@ def test_recent_is_on_policy_when_a_batch_arrives_each_step() -> None:
         assert {g.prompt.id: Counter(first_tokens(g)) for g in drawn} == expected
 
 
-def test_recent_draws_all_prompts_of_its_window() -> None:
+def test_recent_draws_all_prompts_of_its_window():
     """Also those further back than the number of groups; or the newest, if those are too few."""
     buffer = ReplayBuffer()
     for now in range(30):
@@ -82,7 +80,7 @@ def test_recent_draws_all_prompts_of_its_window() -> None:
         assert set(seen) == set(newest[-max(3 * window, groups) :])
 
 
-def test_recent_draws_all_samples_of_its_window_from_a_single_prompt() -> None:
+def test_recent_draws_all_samples_of_its_window_from_a_single_prompt():
     """Those of the last steps, however many searches they come from; then the latest arrival."""
     buffer, rng = ReplayBuffer(), np.random.default_rng(0)
     for now in range(10):
@@ -94,7 +92,7 @@ def test_recent_draws_all_samples_of_its_window_from_a_single_prompt() -> None:
 
 
 @pytest.mark.parametrize("unequal", [7, 3, 0])
-def test_groups_of_equal_rewards_are_drawn_where_others_are_too_few(unequal: int) -> None:
+def test_groups_of_equal_rewards_are_drawn_where_others_are_too_few(unequal):
     """Four groups a step, of ten that arrived: enough unequal ones, or the newest equal ones."""
     buffer = ReplayBuffer()
     differ = {f"p{i}" for i in (range(unequal) if unequal < 7 else range(3, 10))}
@@ -114,7 +112,7 @@ def test_groups_of_equal_rewards_are_drawn_where_others_are_too_few(unequal: int
     assert {g.prompt.id for g in drawn} <= seen
 
 
-def test_older_groups_take_the_place_of_those_with_equal_rewards() -> None:
+def test_older_groups_take_the_place_of_those_with_equal_rewards():
     """Their samples of the latest arrival decide, and those alone are drawn."""
     buffer = ReplayBuffer()
     for now in range(6):
@@ -126,7 +124,7 @@ def test_older_groups_take_the_place_of_those_with_equal_rewards() -> None:
     assert {g.prompt.id for g in drawn} == {"p1", "p2"}
 
 
-def test_uniform_draws_follow_the_sampled_distribution() -> None:
+def test_uniform_draws_follow_the_sampled_distribution():
     """A response that was three quarters of the samples is three quarters of the draws."""
     buffer = ReplayBuffer()
     buffer.add([group("a", *[trajectory(1)] * 9, *[trajectory(2)] * 3)], now=0)
@@ -138,7 +136,7 @@ def test_uniform_draws_follow_the_sampled_distribution() -> None:
     assert abs(draws.count(1) / len(draws) - 0.75) < 0.03
 
 
-def test_reward_draws_follow_the_softmax() -> None:
+def test_reward_draws_follow_the_softmax():
     rewards = np.array([0.0, 1.0, 2.0])
     buffer = ReplayBuffer()
     buffer.add([group("a", *(trajectory(i, reward=r) for i, r in enumerate(rewards)))], now=0)
@@ -150,7 +148,7 @@ def test_reward_draws_follow_the_softmax() -> None:
 
 
 @pytest.mark.parametrize("others", [0, LARGE])
-def test_draws_by_weight_are_successive_among_few_and_many(others: int) -> None:
+def test_draws_by_weight_are_successive_among_few_and_many(others):
     """The chances of ordered pairs, w_i / W * w_j / (W - w_i), where others have weight 0."""
     weights = np.array([1.0, 2.0, 5.0])
     log_weight = np.concatenate([np.full(others, -1e9), np.log(weights)])
@@ -162,7 +160,7 @@ def test_draws_by_weight_are_successive_among_few_and_many(others: int) -> None:
 
 
 @pytest.mark.parametrize("others", [0, LARGE])
-def test_draws_by_count_are_without_replacement_among_few_and_many(others: int) -> None:
+def test_draws_by_count_are_without_replacement_among_few_and_many(others):
     count = np.concatenate([[2, 3], np.ones(others, np.int64)])
     drawn = by_count(count, 300, 5, np.random.default_rng(0))
     assert (drawn >= 0).all()
@@ -174,7 +172,7 @@ def test_draws_by_count_are_without_replacement_among_few_and_many(others: int) 
         assert (short[:, 5:] == -1).all()
 
 
-def test_mixture_uses_each_arm_in_its_share() -> None:
+def test_mixture_uses_each_arm_in_its_share():
     buffer = ReplayBuffer()
     for now in range(40):
         buffer.add([group(f"p{now}", trajectory(1, version=now), trajectory(2, version=now))], now)
@@ -186,7 +184,7 @@ def test_mixture_uses_each_arm_in_its_share() -> None:
     assert abs(from_newest - (0.6 + 0.4 * 5 / 40)) < 0.08
 
 
-def test_short_groups_repeat_and_are_counted() -> None:
+def test_short_groups_repeat_and_are_counted():
     buffer = ReplayBuffer()
     buffer.add([group("a", trajectory(1), trajectory(2), trajectory(3))], now=0)
     drawn = buffer.sample(2, 8, Uniform(), 0, np.random.default_rng(0))
@@ -197,9 +195,7 @@ def test_short_groups_repeat_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "short"), [(Uniform(), 0), (Recent(), 1), (Reward(), 1)])
-def test_short_groups_are_short_of_what_they_were_drawn_from(
-    strategy: Strategy, short: int
-) -> None:
+def test_short_groups_are_short_of_what_they_were_drawn_from(strategy, short):
     """All 8 samples are enough for K = 4; the 2 that just arrived are not, nor 3 distinct ones."""
     buffer = ReplayBuffer()
     buffer.add([group("a", *[trajectory(1)] * 6)], now=0)
@@ -232,7 +228,7 @@ class Fixed:
         ([[0, 1], [2, 1_000_000]], "rows that are empty"),
     ],
 )
-def test_a_strategy_that_breaks_the_contract_is_refused(drawn: list, message: str) -> None:
+def test_a_strategy_that_breaks_the_contract_is_refused(drawn, message):
     buffer = ReplayBuffer()
     buffer.add([group("a", trajectory(1), trajectory(2)), group("b", trajectory(1))], now=0)
     buffer.add([group("c", trajectory(5))], now=0)
@@ -243,7 +239,7 @@ def test_a_strategy_that_breaks_the_contract_is_refused(drawn: list, message: st
     assert [first_tokens(g) for g in drawn_well] == [[2, 1], [1, 1]]
 
 
-def test_strategies_cannot_write_to_the_columns() -> None:
+def test_strategies_cannot_write_to_the_columns():
     buffer = ReplayBuffer()
     buffer.add([group("a", trajectory(1))], now=0)
     columns = buffer.columns()
@@ -252,12 +248,12 @@ def test_strategies_cannot_write_to_the_columns() -> None:
             array[0] = 1
 
 
-def test_an_empty_buffer_says_so() -> None:
+def test_an_empty_buffer_says_so():
     with pytest.raises(ValueError, match="empty"):
         ReplayBuffer().sample(1, 2, Uniform(), 0, np.random.default_rng(0))
 
 
-def test_groups_are_scored_again_as_they_arrived() -> None:
+def test_groups_are_scored_again_as_they_arrived():
     """Each once, with all samples that arrived in it, and the latest one decides."""
     buffer = ReplayBuffer()
     a, b, c = (trajectory(token) for token in (3, 4, 5))
@@ -279,7 +275,7 @@ def test_groups_are_scored_again_as_they_arrived() -> None:
     assert conserved(buffer)
 
 
-def test_a_buffer_goes_on_without_what_was_rejected() -> None:
+def test_a_buffer_goes_on_without_what_was_rejected():
     rng = np.random.default_rng(7)
     buffer = ReplayBuffer(per_prompt=9, capacity=60)
     for now in range(20):

@@ -1,12 +1,9 @@
 """The buffer on disk is loaded as it was saved."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 
 import numpy as np
-import pytest
 from build import first_tokens, group, random_groups, trajectory
 
 from tba.replay.buffer import ReplayBuffer
@@ -31,7 +28,7 @@ def loaded(folder: Path) -> ReplayBuffer:
     return buffer
 
 
-def test_a_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
+def test_a_save_holds_the_state_of_its_moment(tmp_path):
     """What is added before the files are written is not in them."""
     rng = np.random.default_rng(2)
     buffer = ReplayBuffer(per_prompt=4, capacity=15)
@@ -44,7 +41,7 @@ def test_a_save_holds_the_state_of_its_moment(tmp_path: Path) -> None:
     assert content(buffer) != before
 
 
-def test_a_run_that_is_to_keep_fewer_responses_keeps_the_newest(tmp_path: Path) -> None:
+def test_a_run_that_is_to_keep_fewer_responses_keeps_the_newest(tmp_path):
     """As soon as the prompt comes again."""
     buffer = ReplayBuffer(per_prompt=10, capacity=100)
     buffer.add([group("a", *map(trajectory, range(1, 6)))], now=0)
@@ -56,7 +53,7 @@ def test_a_run_that_is_to_keep_fewer_responses_keeps_the_newest(tmp_path: Path) 
     assert fewer.counts["evicted_per_prompt"] == 3
 
 
-def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_runs(tmp_path, monkeypatch):
     """Its measures are there; they say nothing at this size."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     namespace = runpy.run_path(str(ROOT / "benchmarks" / "replay.py"))

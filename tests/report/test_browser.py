@@ -1,7 +1,5 @@
 """The page of runs in a browser: Playwright, and a Chromium of the system."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -149,9 +147,7 @@ def until(page: Any, expression: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(NARROW, "dark"), (WIDE, "light")])
-def test_charts_fit_the_screen_and_follow_the_theme(
-    browser: Any, demo: Path, width: int, scheme: str
-) -> None:
+def test_charts_fit_the_screen_and_follow_the_theme(browser, demo, width, scheme):
     path = report([demo])
     assert path.stat().st_size < 3e6
     with opened(browser, path, width, scheme) as page:
@@ -201,11 +197,11 @@ def check_switch(browser: Any, path: Path, run: Path) -> None:
         until(page, f"{json.dumps(seen[:1])}.includes({DRAWN})")  # as before
 
 
-def test_the_switch_draws_the_rewards_over_steps_time_and_samples(browser: Any, demo: Path) -> None:
+def test_the_switch_draws_the_rewards_over_steps_time_and_samples(browser, demo):
     check_switch(browser, report([demo]), demo)
 
 
-def test_charts_are_usable_by_keyboard_and_have_a_table(browser: Any, demo: Path) -> None:
+def test_charts_are_usable_by_keyboard_and_have_a_table(browser, demo):
     with opened(browser, report([demo])) as page:
         plot = page.locator(".wide .plot")
         assert "training batches from" in plot.get_attribute("aria-label")
@@ -222,7 +218,7 @@ def test_charts_are_usable_by_keyboard_and_have_a_table(browser: Any, demo: Path
         assert page.locator(".wide .values thead").inner_text().split("\t")[0] == "steps"
 
 
-def test_completions_are_filtered_and_groups_stand_side_by_side(browser: Any, demo: Path) -> None:
+def test_completions_are_filtered_and_groups_stand_side_by_side(browser, demo):
     with opened(browser, report([demo])) as page:
         count, kept = page.locator("#count"), page.locator(".completion:not(.other) > .reward")
         stored = count.inner_text()
@@ -250,7 +246,7 @@ def test_completions_are_filtered_and_groups_stand_side_by_side(browser: Any, de
         assert sum(times) == 4  # of steps 0, 10, 20 and 30
 
 
-def test_hostile_text_stays_text(browser: Any, demo: Path, hostile: Path, tmp_path: Path) -> None:
+def test_hostile_text_stays_text(browser, demo, hostile, tmp_path):
     for path in (report([hostile]), report([demo, hostile], tmp_path)):
         with opened(browser, path, NARROW) as page:
             page.locator("[name=reward_max]").fill("-7")
@@ -265,8 +261,8 @@ def test_hostile_text_stays_text(browser: Any, demo: Path, hostile: Path, tmp_pa
 
 @pytest.mark.parametrize("width", [NARROW, WIDE])
 def test_the_first_screen_has_twelve_panels_with_values_at_the_cursor(
-    browser: Any, demo: Path, hostile: Path, tmp_path: Path, width: int
-) -> None:
+    browser, demo, hostile, tmp_path, width
+):
     for path in (report([demo]), report([demo, hostile], tmp_path)):
         with opened(browser, path, width) as page:
             panels = page.locator(".panels").first.locator("figure")
@@ -308,7 +304,7 @@ def spiky(demo: Path) -> Path:
     return folder
 
 
-def test_a_panel_leaves_out_an_outlier_until_it_is_asked_for(browser: Any, spiky: Path) -> None:
+def test_a_panel_leaves_out_an_outlier_until_it_is_asked_for(browser, spiky):
     """A value that its neighbours do not share is left out, and what stays is not."""
     with opened(browser, report([spiky])) as page:
         panel = page.locator(".panels figure", has_text="KL to the reference")
@@ -323,9 +319,7 @@ def test_a_panel_leaves_out_an_outlier_until_it_is_asked_for(browser: Any, spiky
         assert page.locator(".panels .outliers").count() < 4
 
 
-def test_repeats_of_an_answer_are_one_with_the_right_answer_above(
-    browser: Any, spiky: Path
-) -> None:
+def test_repeats_of_an_answer_are_one_with_the_right_answer_above(browser, spiky):
     with opened(browser, report([spiky])) as page:
         group = page.locator(".group").first
         assert group.locator("h3").inner_text() == "batch of step 1 · row r1"
@@ -338,9 +332,7 @@ def test_repeats_of_an_answer_are_one_with_the_right_answer_above(
         assert page.locator("#count").inner_text() == "12 completions of 2 prompts"
 
 
-def test_a_table_is_sorted_and_downloaded(
-    browser: Any, demo: Path, spiky: Path, tmp_path: Path
-) -> None:
+def test_a_table_is_sorted_and_downloaded(browser, demo, spiky, tmp_path):
     """Numbers by size; in the file, no text begins a formula."""
     formula = spiky.with_name("=1+1")
     shutil.copytree(spiky, formula)
@@ -366,9 +358,7 @@ def test_a_table_is_sorted_and_downloaded(
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(NARROW, "dark"), (WIDE, "light")])
-def test_the_charts_of_a_study_follow_the_theme(
-    browser: Any, tmp_path: Path, width: int, scheme: str
-) -> None:
+def test_the_charts_of_a_study_follow_the_theme(browser, tmp_path, width, scheme):
     rates = (1e-5, 1e-4, 1e-3)
     trials = []
     for i, rate in enumerate(rates):
@@ -402,7 +392,7 @@ def test_the_charts_of_a_study_follow_the_theme(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_page_of_make_demo_opens(browser: Any, made: Made) -> None:
+def test_the_page_of_make_demo_opens(browser, made):
     """The page that `make demo` wrote, which is not drawn again."""
     path = made.folder / "report" / "index.html"
     assert path.stat().st_size < 3e6
@@ -415,7 +405,7 @@ def test_the_page_of_make_demo_opens(browser: Any, made: Made) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_demo_takes_no_more_processor_time_than_three_minutes_on_two_cores(made: Made) -> None:
+def test_the_demo_takes_no_more_processor_time_than_three_minutes_on_two_cores(made):
     """Unlike its time by the clock, this hardly depends on what else runs."""
     summary = json.loads((made.folder / SUMMARY).read_text())
     assert summary["finished"] and summary["steps"] == 300

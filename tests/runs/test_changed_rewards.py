@@ -1,7 +1,5 @@
 """A resumed run whose rewards would be other ones: what counts as a change, and the ways on."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -19,7 +17,7 @@ from tba.cli import _config
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.dry_run import dry_run
-from tba.runs.log import CONFIG, METRICS, SESSIONS, Replay, read
+from tba.runs.log import CONFIG, METRICS, SESSIONS, read
 from tba.tasks._source import RewardSource
 
 FILE = """
@@ -82,7 +80,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
     os.utime(path, ns=(1, path.stat().st_mtime_ns + 10**9))
 
 
-def test_the_contents_of_a_reward_file_count_and_not_its_place(user: Path) -> None:
+def test_the_contents_of_a_reward_file_count_and_not_its_place(user):
     before = source(reward="reward.py:score")
     os.utime(user / "reward.py", (1, 1))
     rewrite(user / "reward.py", "LIMIT = 2", "LIMIT  =  2   # two")
@@ -96,21 +94,19 @@ def test_the_contents_of_a_reward_file_count_and_not_its_place(user: Path) -> No
     assert source(reward="reward.py:score").changed(before) == ["reward.py"]
 
 
-def test_functions_of_libraries_count_by_their_names(user: Path) -> None:
+def test_functions_of_libraries_count_by_their_names(user):
     names = ("json:dumps", "pickle:dumps", "json", "pickle")
     assert len({source(reward=name).options["task.reward"] for name in names}) == 4
 
 
-def test_modules_that_a_reward_file_imports_count(user: Path) -> None:
+def test_modules_that_a_reward_file_imports_count(user):
     before = source(reward="reward.py:score")
     assert set(before.files.values()) == {"reward.py", "helper.py"}  # and not json
     rewrite(user / "helper.py", "'1'", "'2'")
     assert source(reward="reward.py:score").changed(before) == ["helper.py"]
 
 
-def test_libraries_do_not_count_wherever_they_are_installed(
-    user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_do_not_count_wherever_they_are_installed(user, monkeypatch):
     """In a folder of `pip install --target`, too, which has a record of them."""
     rewrite(user / "reward.py", "import helper", "import helper, installed, mine")
     (user / "lib" / "installed-1.dist-info").mkdir(parents=True)
@@ -126,7 +122,7 @@ def test_libraries_do_not_count_wherever_they_are_installed(
     assert source(reward="reward.py:score").changed(before) == ["mine.py"]
 
 
-def test_a_package_on_the_path_counts_with_what_it_imports(user: Path) -> None:
+def test_a_package_on_the_path_counts_with_what_it_imports(user):
     package = user / "ourlab" / "inner"
     package.mkdir(parents=True)
     (user / "ourlab" / "__init__.py").write_text("")
@@ -169,12 +165,12 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_options_of_judges_and_factories_count(user: Path, case: str) -> None:
+def test_options_of_judges_and_factories_count(user, case):
     before, now, changed = CHANGES[case]
     assert source(reward=now).changed(source(reward=before)) == changed
 
 
-def test_a_file_that_an_option_names_counts_by_its_contents(user: Path) -> None:
+def test_a_file_that_an_option_names_counts_by_its_contents(user):
     (user / "words.txt").write_text("one two")
     table = {"use": "reward.py:make", "words": "words.txt"}
     before = source(reward=table)
@@ -184,7 +180,7 @@ def test_a_file_that_an_option_names_counts_by_its_contents(user: Path) -> None:
     assert source(reward=table).changed(before) == ["task.reward.words"]
 
 
-def test_weights_and_grader_options_count_and_those_of_prompts_do_not() -> None:
+def test_weights_and_grader_options_count_and_those_of_prompts_do_not():
     plain = source(reward_weights=[1.0, 2.0], held_out_size=5, system_prompt="a", pass_reward=1.0)
     other = source(reward_weights=[1.0, 2.5], held_out_size=9, system_prompt="b", pass_reward=0.5)
     assert other.changed(plain) == ["task.reward_weights.1"]
@@ -256,7 +252,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("case", MEMORY)
-def test_what_a_function_from_python_does_and_holds_counts(case: str) -> None:
+def test_what_a_function_from_python_does_and_holds_counts(case):
     code, other = MEMORY[case]
     before = in_memory(code)
     moved = code.replace("\n", "\n\n").replace("def f(", "# a comment\ndef f(")
@@ -264,7 +260,7 @@ def test_what_a_function_from_python_does_and_holds_counts(case: str) -> None:
     assert in_memory(other).changed(before) == ["reward="]
 
 
-def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model: Path, user: Path) -> None:
+def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "task.reward=reward.py:score"))
     rewrite(user / "helper.py", "'1'", "'2'")
@@ -277,7 +273,7 @@ def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model: Path, 
     assert run(_config(["run.steps=3"], folder), folder).finished
 
 
-def test_stored_samples_are_scored_again(tiny_model: Path, user: Path) -> None:
+def test_stored_samples_are_scored_again(tiny_model, user):
     """As they are, with the new function, before the first step; the next resume is an equal."""
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS))
@@ -293,9 +289,7 @@ def test_stored_samples_are_scored_again(tiny_model: Path, user: Path) -> None:
     assert notes == ["", "stored samples scored again after a change of reward.py", ""]
 
 
-def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(
-    tiny_model: Path, user: Path
-) -> None:
+def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(tiny_model, user):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "reward.max_rejected=1"))
     before = rewarded(folder)
@@ -308,7 +302,7 @@ def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(
     assert last["buffer/dropped"] == len(left)
 
 
-def test_a_group_is_scored_as_it_arrived(tiny_model: Path, user: Path) -> None:
+def test_a_group_is_scored_as_it_arrived(tiny_model, user):
     """A reward that compares answers gets a whole group, with its repeats."""
     folder = user / "run"
     text = "def ones(completions, **row):\n    return [completions.count(c) for c in completions]\n"
@@ -322,7 +316,7 @@ def test_a_group_is_scored_as_it_arrived(tiny_model: Path, user: Path) -> None:
     assert rewarded(folder) == {key: 10 * reward for key, reward in before.items()}
 
 
-def test_too_many_rejections_leave_the_run_as_it_was(tiny_model: Path, user: Path) -> None:
+def test_too_many_rejections_leave_the_run_as_it_was(tiny_model, user):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -332,7 +326,7 @@ def test_too_many_rejections_leave_the_run_as_it_was(tiny_model: Path, user: Pat
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_an_empty_buffer_is_filled_first(tiny_model: Path, user: Path) -> None:
+def test_an_empty_buffer_is_filled_first(tiny_model, user):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "replay.first_fill=5"))
     stored = rewarded(folder)
@@ -347,9 +341,7 @@ def test_an_empty_buffer_is_filled_first(tiny_model: Path, user: Path) -> None:
 
 
 @pytest.mark.parametrize("replay", ["rescore", "drop"])
-def test_groups_of_a_constant_lag_are_scored_again_or_dropped_too(
-    tiny_model: Path, user: Path, replay: Replay
-) -> None:
+def test_groups_of_a_constant_lag_are_scored_again_or_dropped_too(tiny_model, user, replay):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "runtime.lag=2"))
     rewrite(user / "reward.py", "float(text.count('1'))", "-1 - text.count('1')")
@@ -358,7 +350,7 @@ def test_groups_of_a_constant_lag_are_scored_again_or_dropped_too(
     assert min(rewards[:2]) >= 0 > max(rewards[2:])
 
 
-def test_dialogues_can_only_be_dropped(tiny_model: Path, user: Path) -> None:
+def test_dialogues_can_only_be_dropped(tiny_model, user):
     """So can attacks on a victim, and value estimates."""
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "objective=vineppo"))
@@ -370,9 +362,7 @@ def test_dialogues_can_only_be_dropped(tiny_model: Path, user: Path) -> None:
     assert run(_config(["run.steps=3"], folder), folder, "drop").finished
 
 
-def test_the_config_of_a_run_is_that_of_the_newest_session_with_a_step(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_config_of_a_run_is_that_of_the_newest_session_with_a_step(tiny_model, tmp_path):
     folder = tmp_path / "run"
 
     def rates() -> tuple[float, float]:

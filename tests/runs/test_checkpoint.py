@@ -1,7 +1,5 @@
 """Checkpoints are written in the background, one at a time, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -27,7 +25,7 @@ def join(step: int) -> None:
             thread.join(DEADLINE)
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_a_save_waits_for_the_one_before(tmp_path):
     """Nothing has its final name before it is complete; the state is that of the call."""
     trainer = Slow()
     checkpoints = Checkpoints(tmp_path, keep=2, deadline=0.1, config={})
@@ -54,7 +52,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "metrics", "end"])
-def test_a_failed_save_is_raised_at_the_next_call(tmp_path: Path, call: str) -> None:
+def test_a_failed_save_is_raised_at_the_next_call(tmp_path, call):
     """The generation before stays, and what was left behind goes with the next save."""
     trainer = Slow()
     trainer.go.set()
@@ -80,7 +78,7 @@ def test_a_failed_save_is_raised_at_the_next_call(tmp_path: Path, call: str) -> 
     assert names(tmp_path) == ["step-00000003"]
 
 
-def test_a_save_does_not_create_the_folder_of_a_run_that_was_moved(tmp_path: Path) -> None:
+def test_a_save_does_not_create_the_folder_of_a_run_that_was_moved(tmp_path):
     trainer, folder = Slow(), tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
     trainer.go.set()
@@ -95,8 +93,8 @@ def test_a_save_does_not_create_the_folder_of_a_run_that_was_moved(tmp_path: Pat
 
 @pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.ENOENT])
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
-) -> None:
+    tmp_path, monkeypatch, caplog, number
+):
     """NFS keeps open files, and somebody else may remove it: the next save tries again."""
     trainer, remove = Slow(), shutil.rmtree
     trainer.go.set()
@@ -122,9 +120,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("error", [None, ValueError("of the run"), KeyboardInterrupt()])
-def test_the_end_waits_for_a_save_unless_interrupted(
-    tmp_path: Path, error: BaseException | None
-) -> None:
+def test_the_end_waits_for_a_save_unless_interrupted(tmp_path, error):
     trainer = Slow()
     threading.Timer(0.3, trainer.go.set).start()
     try:
@@ -139,9 +135,7 @@ def test_the_end_waits_for_a_save_unless_interrupted(
     checkpoints.wait()
 
 
-def test_a_run_logs_its_saves_and_ends_with_a_complete_one(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_logs_its_saves_and_ends_with_a_complete_one(tiny_model, tmp_path, monkeypatch):
     """A row has the seconds of the save before it; here each has ended by then."""
     save = Checkpoints.save
 

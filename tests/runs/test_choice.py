@@ -1,7 +1,5 @@
 """Which checkpoint is kept, evaluated and exported; evaluations of models without a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -48,7 +46,7 @@ def kept(folder: Path) -> list[int]:
     return [step_of(generation) for generation in generations(folder / "checkpoints")]
 
 
-def test_the_best_step_has_the_highest_score_and_a_checkpoint() -> None:
+def test_the_best_step_has_the_highest_score_and_a_checkpoint():
     assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}) == 2
     assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}, kept=[4, 6]) == 4
     assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}, kept=[6]) == 2
@@ -56,7 +54,7 @@ def test_the_best_step_has_the_highest_score_and_a_checkpoint() -> None:
     assert best_step({}) is None
 
 
-def test_a_step_is_chosen_for_evaluation_and_export(ended: Path, tmp_path: Path) -> None:
+def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):
     folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
     assert [step_of(choose(folder, step)) for step in (None, "best", "6", 2)] == [8, 4, 6, 2]
     scores = evaluate_run(folder, [], reference=False, step="best")
@@ -77,7 +75,7 @@ def test_a_step_is_chosen_for_evaluation_and_export(ended: Path, tmp_path: Path)
     ).items())  # fmt: skip
 
 
-def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
     folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
     steps = f"the checkpoints in {folder} are those of steps 2, 4, 6, 8"
     with pytest.raises(ValueError, match=f"--step 3: no such checkpoint; .*; {steps}"):
@@ -102,9 +100,7 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended: Path, tmp_p
         choose(folder, "best")
 
 
-def test_the_best_checkpoint_is_kept(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_kept(tiny_model, tmp_path, monkeypatch):
     """Beside the newest one, in a run that is stopped and resumed; without the key it is not."""
     best, give = 2, LocalSearchers.evaluations
 
@@ -124,9 +120,7 @@ def test_the_best_checkpoint_is_kept(
     assert step_of(choose(tmp_path / "true", "best")) == best
 
 
-def test_a_checkpoint_is_kept_until_its_evaluation_has_ended(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_kept_until_its_evaluation_has_ended(tiny_model, tmp_path, monkeypatch):
     """As on Ray, where evaluations end later: here none does before the end."""
     give = LocalSearchers.evaluations
 
@@ -151,8 +145,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("settings", REFUSED)
 def test_the_best_cannot_be_kept_without_checkpoints_of_what_is_evaluated(
-    tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
+    tiny_model, tmp_path, settings
+):
     own = (*EVERY_TWO, "checkpoint.keep_best=true", *settings)
     with pytest.raises(ValueError, match=r"checkpoint.keep_best needs") as error:
         run(config(tiny_model, tmp_path / "run", *own))
@@ -164,7 +158,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_all_completions_are_written(ended: Path, tmp_path: Path) -> None:
+def test_all_completions_are_written(ended, tmp_path):
     more = ["eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3", "eval.prompts_per_task=2"]
     path = tmp_path / "completions.jsonl"
     scores = evaluate_run(ended, more, reference=False, completions=path)
@@ -183,7 +177,7 @@ def test_all_completions_are_written(ended: Path, tmp_path: Path) -> None:
         evaluate_run(ended, [], reference=False, completions=path)
 
 
-def test_a_models_folder_is_evaluated_with_a_config(ended: Path, tmp_path: Path) -> None:
+def test_a_models_folder_is_evaluated_with_a_config(ended, tmp_path):
     """With the scores of the run that it comes from; it is its own reference."""
     of_run = evaluate_run(ended, [], reference=False)
     model = Path(share(ended, tmp_path / "model"))
@@ -201,7 +195,7 @@ def test_a_models_folder_is_evaluated_with_a_config(ended: Path, tmp_path: Path)
         evaluate_model(str(model), load(None, ["eval.samples=5"]))
 
 
-def test_an_adapter_is_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_an_adapter_is_refused_with_what_to_type(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="evaluate the whole model, which `tba export RUN FOLDER`"):
         evaluate_model(str(tmp_path), load(None, ["task=arithmetic"]))

@@ -1,10 +1,7 @@
 """The console shows whatever metrics there are, and the end of a run in plain words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console as Terminal
@@ -46,7 +43,7 @@ def live() -> Iterator[LiveConsole]:
 
 
 @pytest.mark.parametrize("count", [0, 1, len(CURVES)])
-def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: int) -> None:
+def test_the_live_panel_shows_any_number_of_metrics(live, count):
     live.step(3, {metric.name: 0.5 for metric in CURVES[:count]})
     live.phase("generating 3/8 prompts")
     live.evaluation(Evaluation(2, SCORES, []))
@@ -60,7 +57,7 @@ def test_the_live_panel_shows_any_number_of_metrics(live: LiveConsole, count: in
     assert "3/9" in panel
 
 
-def test_an_evaluation_is_a_line() -> None:
+def test_an_evaluation_is_a_line():
     lines: list[str] = []
     console = Console(9, lines.append)
     console.evaluation(Evaluation(4, SCORES, []))
@@ -78,7 +75,7 @@ def test_an_evaluation_is_a_line() -> None:
     ]
 
 
-def test_the_answer_to_the_first_held_out_prompt_is_shown() -> None:
+def test_the_answer_to_the_first_held_out_prompt_is_shown():
     lines: list[str] = []
     console = Console(9, lines.append)
     for version, rewards in ((0, [1.0, 0.25, None]), (3, [0.5, 0.75, 0.0])):
@@ -92,7 +89,7 @@ def test_the_answer_to_the_first_held_out_prompt_is_shown() -> None:
     ]
 
 
-def test_the_end_of_a_run_names_what_to_type_next(tmp_path: Path) -> None:
+def test_the_end_of_a_run_names_what_to_type_next(tmp_path):
     lines: list[str] = []
     Console(9, lines.append).end(SUMMARY, tmp_path)
     text = lines[0]
@@ -112,9 +109,7 @@ def test_the_end_of_a_run_names_what_to_type_next(tmp_path: Path) -> None:
         ([0, 1200], ["at step 0", "at step 1,200"]),
     ],
 )
-def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(
-    tmp_path: Path, steps: list[int], shown: list[str]
-) -> None:
+def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(tmp_path, steps, shown):
     lines: list[str] = []
     scores = [{**SCORES, "step": float(step)} for step in steps] or [{}]
     ended = replace(SUMMARY, first=scores[0], last=scores[-1])
@@ -123,7 +118,7 @@ def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(
     assert labels == shown
 
 
-def test_the_end_of_a_run_ends_with_its_result(tmp_path: Path) -> None:
+def test_the_end_of_a_run_ends_with_its_result(tmp_path):
     lines: list[str] = []
     scores = {**SCORES, "step": 7.0}
     Console(9, lines.append).end(replace(SUMMARY, last=scores), tmp_path)
@@ -131,7 +126,7 @@ def test_the_end_of_a_run_ends_with_its_result(tmp_path: Path) -> None:
     assert last.startswith("  at step 7            pass@1 sampled 0.500")
 
 
-def test_a_sample_shows_the_end_of_its_prompt(live: LiveConsole) -> None:
+def test_a_sample_shows_the_end_of_its_prompt(live):
     lines: list[str] = []
     prompt = f"system\n{'You are helpful. ' * 20}\nuser\nWhat is 2 + 3?\nassistant\n"
     Console(9, lines.append).sample(prompt, "It is 5.", 1.0)
@@ -141,12 +136,12 @@ def test_a_sample_shows_the_end_of_its_prompt(live: LiveConsole) -> None:
     assert "What is 2 + 3?" in live._sample
 
 
-def test_a_sample_sends_no_escape_sequence(live: LiveConsole) -> None:
+def test_a_sample_sends_no_escape_sequence(live):
     live.sample("1+1=", "\x1b]0;title\x07 2\u202e", 1.0)
     assert "2" in live._sample and live._sample.isprintable()
 
 
-def test_a_resized_terminal_is_cleared(live: LiveConsole) -> None:
+def test_a_resized_terminal_is_cleared(live):
     live._terminal = Terminal(width=120, height=40, force_terminal=True)
     with live._terminal.capture() as captured:
         live._view()
@@ -171,7 +166,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock: Clock) -> None:
+def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock):
     """New phases are shown at once, other numbers after 10 s, and the same ones after 30 s."""
     lines: list[str] = []
     console = Console(300, lines.append)
@@ -199,14 +194,14 @@ def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock: Clock
     assert lines[-1].startswith("training, for ")
 
 
-def test_a_value_that_is_not_a_number_is_not_shown() -> None:
+def test_a_value_that_is_not_a_number_is_not_shown():
     lines: list[str] = []
     metrics = {"reward": 0.25, "sync/logp_gap": float("nan"), "rewards/format/mean": 0.75}
     Console(300, lines.append).step(1, {"time": 2.0, **metrics, "rewards/format/std": float("nan")})
     assert lines == ["step 1/300  2 s  reward 0.250  format 0.750"]
 
 
-def test_each_reward_function_has_its_mean_and_standard_deviation(live: LiveConsole) -> None:
+def test_each_reward_function_has_its_mean_and_standard_deviation(live):
     lines: list[str] = []
     functions = {"format": (0.75, 0.5), "kl": (-1.0, 0.25)}
     metrics = {"time": 2.0, "reward": 0.25, "reward_std": 9.0, "kl": 0.125}

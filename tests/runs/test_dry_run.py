@@ -1,7 +1,5 @@
 """The dry run: every key, the first prompt as the policy reads it, and one call of the reward."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -87,7 +85,7 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
     return make
 
 
-def test_the_first_prompt_and_a_reward_are_shown(config: Make, tmp_path: Path) -> None:
+def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     """The reward is called for a dummy and for right answers, in another process."""
     _, told = dry_run(config("length"))
     length, *memory, seconds = told[4:-1]
@@ -114,7 +112,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config: Make, tmp_path: Path) -
     assert dry_run(config("slow"))[1][:5] == told[:5]
 
 
-def test_a_prompt_is_shown_with_its_special_tokens(config: Make, tiny_model: Path) -> None:
+def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     from transformers import AutoTokenizer
 
     folder = tiny_model.with_name("chatting")
@@ -159,9 +157,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reward", REFUSED)
-def test_a_reward_that_scores_no_answer_is_refused(
-    config: Make, reward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_scores_no_answer_is_refused(config, reward, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.5)
     words = "scores none of 'dummy answer' and '0', which were tried "
     with pytest.raises(ValueError, match=words + REFUSED[reward]):
@@ -170,8 +166,8 @@ def test_a_reward_that_scores_no_answer_is_refused(
 
 @pytest.mark.parametrize("task", ["arithmetic", "gsm8k", "math"])
 def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
-    config: Make, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, task, tmp_path, monkeypatch
+):
     """And a right one is shown with its reward."""
     rows = [{"question": f"{i}+1=", "problem": f"{i}+1=", "answer": str(i + 1)} for i in range(6)]
     table: dict[str, Any] = {"use": task}
@@ -193,9 +189,7 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
 
 
 @pytest.mark.parametrize("reward", WARNED)
-def test_a_reward_that_fails_for_the_dummy_is_a_warning(
-    config: Make, reward: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_fails_for_the_dummy_is_a_warning(config, reward, monkeypatch):
     """A run would reject such a sample, and go on."""
     monkeypatch.setattr(module, "SECONDS", 0.5)
     _, told = dry_run(config(reward))
@@ -204,12 +198,7 @@ def test_a_reward_that_fails_for_the_dummy_is_a_warning(
     assert told[-1].startswith("config OK")
 
 
-def test_judges_are_not_loaded(
-    config: Make,
-    make_classifier: Callable[..., Path],
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_judges_are_not_loaded(config, make_classifier, tiny_model, monkeypatch):
     """Their config, tokenizer and names of weights are read; functions beside them are called."""
     judge = make_classifier(tiny_model)
     monkeypatch.setattr(JudgeModel, "load", None)
@@ -229,7 +218,7 @@ def test_judges_are_not_loaded(
         dry_run(config(table))
 
 
-def test_each_part_of_a_mixture_is_tried(config: Make) -> None:
+def test_each_part_of_a_mixture_is_tried(config):
     part = config("length").task.model_dump()
     parts = {"a": part, "b": {**part, "prompt": "{answer}+{prompt}"}}
     _, told = dry_run(config("length", task={"use": "mixture", "parts": parts}))
@@ -240,7 +229,7 @@ def test_each_part_of_a_mixture_is_tried(config: Make) -> None:
     assert told[:8] == first + second
 
 
-def test_the_config_is_printed_as_a_run_stores_it(config: Make) -> None:
+def test_the_config_is_printed_as_a_run_stores_it(config):
     given = config("length", objective={"use": "rloo", "beta": 0.3})
     tables, _ = dry_run(given)
     assert (tables["objective"]["beta"], tables["task"]["max_turns"]) == (0.3, 8)
@@ -248,7 +237,7 @@ def test_the_config_is_printed_as_a_run_stores_it(config: Make) -> None:
     assert dry_run(again)[0] == tables
 
 
-def test_a_run_without_a_checkpoint_cannot_be_resumed(config: Make, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_cannot_be_resumed(config, tmp_path):
     folder = tmp_path / "run"
     (folder / CHECKPOINTS).mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config("length").nested()))

@@ -1,7 +1,5 @@
 """A full disk ends a run in words; what has no room is refused before anything starts."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess
@@ -42,16 +40,14 @@ def limited(size: int, *arguments: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_disk_that_is_full_at_the_start_is_an_error_in_words(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_at_the_start_is_an_error_in_words(tiny_model, tmp_path):
     """A limit of file sizes stands for it: the lock has room, and the config has none."""
     told, *_ = limited(200, *command(tiny_model, tmp_path / "run"))
     assert told.startswith("error: the disk is full: [Errno 27] File too large")
 
 
 @pytest.mark.slow
-def test_a_limit_of_file_sizes_ends_a_run_in_words(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_limit_of_file_sizes_ends_a_run_in_words(tiny_model, tmp_path):
     """AdamW's file is larger than the limit; safetensors has an error of its own for that."""
     settings = ("run.steps=4", "checkpoint.every=2")
     *_, told = limited(60_000, *command(tiny_model, tmp_path / "run", *settings))
@@ -61,8 +57,8 @@ def test_a_limit_of_file_sizes_ends_a_run_in_words(tiny_model: Path, tmp_path: P
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_start(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**5))
     told = r"/run has 0\.1 MB of free space, but a checkpoint takes(.|\n)*choose .* run\.folder="
     with pytest.raises(ValueError, match=told):
@@ -75,9 +71,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_start(
     [(), ("runtime.use=ray",), ("policy.reset_reference_every=1",), ("policy.lora.r=2",)],
     ids=["local", "ray", "reference", "lora"],
 )
-def test_the_size_of_a_checkpoint_is_known_before_the_start(
-    tiny_model: Path, tmp_path: Path, settings: tuple[str, ...]
-) -> None:
+def test_the_size_of_a_checkpoint_is_known_before_the_start(tiny_model, tmp_path, settings):
     """But for the tokenizer, the buffer and small files."""
     if "policy.lora.r=2" in settings:
         pytest.importorskip("peft")

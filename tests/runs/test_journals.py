@@ -1,7 +1,5 @@
 """Damaged metrics, samples and configs are named; a sound checkpoint is resumed all the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -48,7 +46,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def test_samples_have_the_id_and_the_columns_of_their_row(trained: Path) -> None:
+def test_samples_have_the_id_and_the_columns_of_their_row(trained):
     prompts = {p.id: p for p in (*Ones().prompts(), *Ones().held_out())}
     samples = read(trained / SAMPLES)
     assert {row["kind"] for row in samples} == {"train", "eval"}
@@ -57,7 +55,7 @@ def test_samples_have_the_id_and_the_columns_of_their_row(trained: Path) -> None
         assert (row["prompt"], row.get("columns", {})) == (prompt.text, prompt.columns)
 
 
-def test_columns_in_samples_are_strict_json_and_not_endless(tmp_path: Path) -> None:
+def test_columns_in_samples_are_strict_json_and_not_endless(tmp_path):
     columns = {"x": float("nan"), "deep": [{"y": float("inf")}, 0.5], "text": "NaN", "none": None}
     columns |= {"long": "é" * 20_000, "list": [7] * 20_000}
     journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
@@ -69,9 +67,7 @@ def test_columns_in_samples_are_strict_json_and_not_endless(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", LINES)
-def test_a_damaged_line_is_named_and_left_out(
-    folder: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_line_is_named_and_left_out(folder, damage, caplog):
     kept = {}
     for file in (METRICS, SAMPLES):
         path = folder / file
@@ -89,9 +85,7 @@ def test_a_damaged_line_is_named_and_left_out(
 
 
 @pytest.mark.parametrize("damage", CONFIGS)
-def test_a_damaged_config_is_replaced_by_that_of_the_checkpoint(
-    folder: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_config_is_replaced_by_that_of_the_checkpoint(folder, tmp_path, damage, caplog):
     path = folder / CONFIG
     sound = read_json(path)
     path.write_bytes(CONFIGS[damage](path.read_bytes()))
@@ -103,7 +97,7 @@ def test_a_damaged_config_is_replaced_by_that_of_the_checkpoint(
     assert read_json(path) == sound
 
 
-def test_a_damaged_config_without_a_sound_copy_is_named(folder: Path) -> None:
+def test_a_damaged_config_without_a_sound_copy_is_named(folder):
     path = folder / CONFIG
     text = path.read_bytes()
     (folder / "checkpoints" / "step-00000004" / CONFIG).write_text("{}")  # not as the manifest says
@@ -115,7 +109,7 @@ def test_a_damaged_config_without_a_sound_copy_is_named(folder: Path) -> None:
         _config([], folder)
 
 
-def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path: Path) -> None:
+def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path):
     scores = '"eval/sampled_reward": 1.0'
     rows = ['{"step": 1, "eval/sampled_stderr": 0.5}', f'{{"step": 2, {scores}}}']
     rows.append(f'{{"step": 3, {scores}, "eval/sampled_stderr": 0.5}}')
@@ -123,7 +117,7 @@ def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path: Path) -> None:
     assert [row["step"] for row in read_evaluations(tmp_path)] == [3]
 
 
-def test_an_evaluation_that_is_repeated_is_written_once(tmp_path: Path) -> None:
+def test_an_evaluation_that_is_repeated_is_written_once(tmp_path):
     """It may be of weights that are older than the step that is resumed."""
     journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
     for requested, version in ((0, 0), (10, 9), (20, 18), (30, 30)):

@@ -1,7 +1,5 @@
 """Kills in the middle of a save: what is on disk then is enough to go on, or says how."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -16,9 +14,7 @@ from tba.runs.generations import damage, generations, recover
 SMALL = ("eval.prompts=0", "checkpoint.keep=1")
 
 
-def test_a_kill_while_a_generation_is_saved_again_loses_nothing(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_a_generation_is_saved_again_loses_nothing(tiny_model, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
     run(config(tiny_model, folder, "run.steps=4", *SMALL))
@@ -39,9 +35,7 @@ def test_a_kill_while_a_generation_is_saved_again_loses_nothing(
     assert names(checkpoints) == ["step-00000005"]
 
 
-def test_unfinished_saves_are_removed_and_files_of_others_are_left_alone(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_unfinished_saves_are_removed_and_files_of_others_are_left_alone(tiny_model, tmp_path):
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
     run(config(tiny_model, folder, "run.steps=2", *SMALL))

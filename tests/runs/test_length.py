@@ -1,9 +1,6 @@
 """How long a run trains: `run.steps`, `run.epochs`, and `eval.patience`."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from build import stopped
@@ -23,14 +20,14 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 21), ("0.5", 11), ("2", 41), ("3.0", 62)])
-def test_epochs_are_whole_passes_rounded_up(epochs: str, steps: int) -> None:
+def test_epochs_are_whole_passes_rounded_up(epochs, steps):
     """41 prompts, two in a batch."""
     config = check(load(None, [*SMALL, f"run.epochs={epochs}"])).config
     assert (config.run.steps, config.run.epochs) == (steps, None)
     assert load(None, [f"run.{k}={v}" for k, v in config.nested()["run"].items() if k == "steps"])
 
 
-def test_what_depends_on_the_steps_is_checked_when_they_are_known() -> None:
+def test_what_depends_on_the_steps_is_checked_when_they_are_known():
     schedule = ["trainer.schedule=warmup_stable_decay", "trainer.warmup_steps=15"]
     settings = [*SMALL, *schedule, "trainer.decay_steps=15"]
     assert check(load(None, [*settings, "run.epochs=2"])).config.run.steps == 41
@@ -38,7 +35,7 @@ def test_what_depends_on_the_steps_is_checked_when_they_are_known() -> None:
         check(load(None, [*settings, "run.epochs=1"]))
 
 
-def test_epochs_are_refused_beside_steps(tmp_path: Path) -> None:
+def test_epochs_are_refused_beside_steps(tmp_path):
     told = r"^run\.epochs = 2 and run\.steps = 9 both say how long to train; remove one of them$"
     with pytest.raises(ValueError, match=told):
         load(None, ["run.epochs=2", "run.steps=9"])
@@ -62,15 +59,11 @@ def test_epochs_are_refused_beside_steps(tmp_path: Path) -> None:
         ({0: 0.5, 10: 0.5, 20: 0.4, 30: 0.5}, 20, 1),
     ],
 )
-def test_evaluations_after_the_best_are_counted(
-    scores: dict[int, float], since: int, count: int
-) -> None:
+def test_evaluations_after_the_best_are_counted(scores, since, count):
     assert without_better(scores, since) == count
 
 
-def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(tmp_path, capsys):
     """With a learning rate that changes nothing, no evaluation is better than the first."""
     own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
     folder = tmp_path / "run"
@@ -87,7 +80,7 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(
     assert (whole.finished, whole.steps, whole.ended) == (True, 15, "")
 
 
-def test_a_run_that_was_stopped_keeps_its_patience(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_keeps_its_patience(tmp_path):
     """It ends where the uninterrupted one does, and the best checkpoint is kept."""
     own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
     folder = tmp_path / "run"
@@ -96,7 +89,7 @@ def test_a_run_that_was_stopped_keeps_its_patience(tmp_path: Path) -> None:
     assert tba.train(load(folder), folder).summary.steps == 6
 
 
-def test_patience_needs_evaluations() -> None:
+def test_patience_needs_evaluations():
     with pytest.raises(ValueError, match=r"eval\.patience = 2 counts evaluations; set eval\.every"):
         load(None, ["eval.patience=2", "eval.every=0"])
     with pytest.raises(ValueError, match=r"eval\.patience needs held-out prompts"):

@@ -1,7 +1,5 @@
 """Links in a run's folder that somebody has planted: nothing is ever written through one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,9 +40,7 @@ def untouched(target: Path) -> bool:
 
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
-def test_an_appended_file_is_refused(
-    plant: Callable[[Path, Path], object], tmp_path: Path, target: Path
-) -> None:
+def test_an_appended_file_is_refused(plant, tmp_path, target):
     plant(tmp_path / "rows", target)
     with pytest.raises(ValueError, match=r"rows is a link or a pipe.*remove it"):
         open_plain(str(tmp_path / "rows"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -53,9 +49,7 @@ def test_an_appended_file_is_refused(
 
 @pytest.mark.parametrize("name", ["config.json", ".config.json"])
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
-def test_a_whole_file_takes_its_place(
-    plant: Callable[[Path, Path], object], name: str, tmp_path: Path, target: Path
-) -> None:
+def test_a_whole_file_takes_its_place(plant, name, tmp_path, target):
     plant(tmp_path / name, target)
     write_whole(tmp_path / "config.json", "{}\n")
     assert (tmp_path / "config.json").read_text() == "{}\n"
@@ -64,9 +58,7 @@ def test_a_whole_file_takes_its_place(
 
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
-def test_a_lock_writes_through_none(
-    plant: Callable[[Path, Path], object], tmp_path: Path, target: Path
-) -> None:
+def test_a_lock_writes_through_none(plant, tmp_path, target):
     folder = tmp_path / "run"
     folder.mkdir()
     plant(folder / LOCK, target)
@@ -77,9 +69,7 @@ def test_a_lock_writes_through_none(
 
 
 @pytest.mark.parametrize("plant", ["symbolic", "dangling"])
-def test_no_file_of_a_resumed_run_goes_through_a_link(
-    plant: str, tiny_model: Path, tmp_path: Path, target: Path
-) -> None:
+def test_no_file_of_a_resumed_run_goes_through_a_link(plant, tiny_model, tmp_path, target):
     """Neither those of the run itself, nor of its checkpoints, nor of its report."""
     folder, tensorboard = tmp_path / "run", ["log.tensorboard=true"]
     settings = ["run.steps=2", "checkpoint.every=1", *tensorboard]
@@ -104,9 +94,7 @@ def test_no_file_of_a_resumed_run_goes_through_a_link(
     assert not (folder / "checkpoints" / "step-00000003").is_symlink()
 
 
-def test_a_run_whose_checkpoints_are_a_link_is_not_resumed(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_whose_checkpoints_are_a_link_is_not_resumed(tiny_model, tmp_path):
     settings = config(tiny_model, folder := tmp_path / "run", "run.steps=1")
     run(settings)
     (folder / "checkpoints").rename(elsewhere := tmp_path / "elsewhere")
@@ -118,7 +106,7 @@ def test_a_run_whose_checkpoints_are_a_link_is_not_resumed(
 
 
 @pytest.mark.parametrize("name", [METRICS, SESSIONS, "tensorboard"])
-def test_a_new_run_refuses_links(name: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_new_run_refuses_links(name, tiny_model, tmp_path):
     (elsewhere := tmp_path / "elsewhere").mkdir()
     folder = tmp_path / "run"
     folder.mkdir()

@@ -1,7 +1,5 @@
 """One process at a time writes to the folder of a run, and a killed one leaves it free."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -38,9 +36,7 @@ with locked(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("second", ["start", "resume"])
-def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
-    tiny_model: Path, tmp_path: Path, second: str
-) -> None:
+def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(tiny_model, tmp_path, second):
     folder = tmp_path / "run"
     chosen = config(tiny_model, folder, "run.steps=1", "eval.prompts=0")
     holder = rf"{re.escape(str(folder))} is in use by process {os.getpid()} on \S+ since \d{{4}}-"
@@ -54,9 +50,7 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
     assert run(chosen).finished
 
 
-def test_a_folder_on_a_full_disk_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_on_a_full_disk_is_refused(tmp_path, monkeypatch):
     """A limit of file sizes stands for it: both end in an error of the write."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would leave half a file
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -71,7 +65,7 @@ def test_a_folder_on_a_full_disk_is_refused(
         pass
 
 
-def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_lock(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -84,7 +78,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     assert not (tmp_path / HOLDER).exists()
 
 
-def test_a_check_does_not_keep_a_start_out(tmp_path: Path) -> None:
+def test_a_check_does_not_keep_a_start_out(tmp_path):
     """It has the lock for a moment."""
     with FileLock(tmp_path / LOCK, thread_local=False) as lock:
         end = threading.Timer(0.2, lock.release)
@@ -93,9 +87,7 @@ def test_a_check_does_not_keep_a_start_out(tmp_path: Path) -> None:
             end.join()
 
 
-def test_a_file_system_without_locks_is_used_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -107,7 +99,7 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
 @pytest.mark.parametrize(
     ("folder", "why"), [("/dev/null", "File exists"), ("/dev/null/run", "Not a directory")]
 )
-def test_a_path_that_cannot_be_a_folder_is_refused(tiny_model: Path, folder: str, why: str) -> None:
+def test_a_path_that_cannot_be_a_folder_is_refused(tiny_model, folder, why):
     told = f"run.folder = '{folder}' cannot be used as a folder: {why}; choose another one"
     with pytest.raises(ValueError, match=re.escape(told)):
         run(config(tiny_model, Path(folder)))

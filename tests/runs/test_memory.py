@@ -1,7 +1,5 @@
 """Memory of each process, from a config and a config.json; the dry run for GPUs of elsewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -71,12 +69,7 @@ def data(tmp_path: Path) -> list[str]:
     return [*named, "task.prompt={problem}"]
 
 
-def test_the_dry_run_plans_for_other_gpus_without_weights(
-    qwen: Path,
-    data: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_dry_run_plans_for_other_gpus_without_weights(qwen, data, monkeypatch, capsys):
     pytest.importorskip("math_verify")
     own = [str(MATH), "--dry-run", "--gpus", "4x80", f"policy.model={qwen}", *data]
     status, out, err = planned(own, monkeypatch, capsys)
@@ -96,9 +89,7 @@ def test_the_dry_run_plans_for_other_gpus_without_weights(
     assert not needs(qwen, *BEFORE, "runtime.searchers=3", *advice.split()).excess()
 
 
-def test_gpus_are_written_as_number_times_gb(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_are_written_as_number_times_gb(qwen, monkeypatch, capsys):
     assert planned_machine("4x80") == Machine(4, 80e9, float("inf"))
     assert planned_machine("1x24.5").card == 24.5e9
     for wrong in ("4", "80x", "0x80", "4x0", "4*80", "-1x80", "4x80GB", "4x1e3", "four"):
@@ -109,9 +100,7 @@ def test_gpus_are_written_as_number_times_gb(
     assert (status, err) == (2, "error: --gpus plans for other machines: add --dry-run\n")
 
 
-def test_ranks_that_lack_the_memory_are_refused(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_lack_the_memory_are_refused(tiny_model, tmp_path, monkeypatch):
     """Before a process starts, also on resuming with another number of ranks."""
     settings = ["trainer.devices=2", "trainer.batch_size=160", "sampling.max_tokens=4"]
     config = load(None, [f"policy.model={tiny_model}", "task=arithmetic", *settings])
@@ -128,7 +117,7 @@ def test_ranks_that_lack_the_memory_are_refused(
         setup.check(config)
 
 
-def test_processes_share_gpus_as_ray_lets_them(qwen: Path) -> None:
+def test_processes_share_gpus_as_ray_lets_them(qwen):
     for gpus, ranks, searchers in ((4, 1, 3), (4, 2, 3), (8, 3, 9), (1, 1, 2)):
         settings = [f"trainer.devices={ranks}", f"runtime.searchers={searchers}"]
         found = needs(qwen, *settings, gpus=f"{gpus}x80").processes
@@ -145,7 +134,7 @@ def test_processes_share_gpus_as_ray_lets_them(qwen: Path) -> None:
     assert [sum("reference" in part for part in p.parts) > 0 for p in engines] == [True, False] * 2
 
 
-def test_what_lowers_the_memory(qwen: Path) -> None:
+def test_what_lowers_the_memory(qwen):
     """Each setting that docs/memory.md names lowers what it is said to lower."""
     one = needs(qwen, "trainer.devices=1").processes[0].parts
     two = needs(qwen, "trainer.devices=2").processes[0].parts
@@ -165,7 +154,7 @@ def test_what_lowers_the_memory(qwen: Path) -> None:
     assert rounded[1].parts["reference"] == rounded[0].parts["copy for publishing"] == 2 * NUMBERS
 
 
-def test_where_linear_layers_are_in_bf16(qwen: Path) -> None:
+def test_where_linear_layers_are_in_bf16(qwen):
     """In the reference and the copy for publishing, which are as large as each other."""
     trainer, searcher, *_ = needs(qwen, "trainer.devices=1", "runtime.searchers=1").processes
     embeddings = 152_064 * 3584
@@ -178,7 +167,7 @@ def test_where_linear_layers_are_in_bf16(qwen: Path) -> None:
     assert searcher.parts["reference"] == trainer.parts["copy for publishing"] == 4 * NUMBERS
 
 
-def test_models_that_processes_load_whole(qwen: Path) -> None:
+def test_models_that_processes_load_whole(qwen):
     """Ranks read their parts, but for LoRA, which needs the whole model on each card at first."""
     pytest.importorskip("peft", reason="an extra: see pyproject.toml")
     lora = ("policy.lora.r=16", "policy.lora.alpha=32", "policy.reset_reference_every=")
@@ -195,7 +184,7 @@ def test_models_that_processes_load_whole(qwen: Path) -> None:
     assert "models, while they load" not in host.parts  # a checkpoint's copy needs more
 
 
-def test_what_is_held_in_turns_counts_once(qwen: Path) -> None:
+def test_what_is_held_in_turns_counts_once(qwen):
     one = ("trainer.devices=1", "runtime.searchers=1", "runtime.use=local", "runtime.lag=")
     shared = needs(qwen, *one, gpus="1x80")
     asleep = needs(qwen, *one, "runtime.colocate=sleep", gpus="1x80")
@@ -206,7 +195,7 @@ def test_what_is_held_in_turns_counts_once(qwen: Path) -> None:
     assert asleep.excess()[0] == pytest.approx(total - min(held, engine))
 
 
-def test_the_table_of_experiments_is_that_of_the_page() -> None:
+def test_the_table_of_experiments_is_that_of_the_page():
     script = module_at(ROOT / "scripts" / "write_memory.py")
     page = (ROOT / "docs" / "scaling.md").read_text()
     assert script.page(page) == page, "type python scripts/write_memory.py"

@@ -1,7 +1,5 @@
 """Training prompts that are also held out are refused before a run starts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -26,9 +24,7 @@ def settings(folder: Path, *more: str) -> list[str]:
     return ["task=gsm8k", f"task.data={folder}", "task.prompt={question}", *more]
 
 
-def test_prompts_that_are_also_held_out_are_refused_with_examples(
-    tiny_model: Path, tmp_path: Path, one_file: Path
-) -> None:
+def test_prompts_that_are_also_held_out_are_refused_with_examples(tiny_model, tmp_path, one_file):
     """All held-out prompts count, not only the five that this run evaluates on."""
     expected = (
         "10 of 12 training prompts are also held out, so that evaluations would not measure what"
@@ -38,7 +34,7 @@ def test_prompts_that_are_also_held_out_are_refused_with_examples(
         check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=5")))
 
 
-def test_rendered_prompts_are_compared(tiny_model: Path, tmp_path: Path, one_file: Path) -> None:
+def test_rendered_prompts_are_compared(tiny_model, tmp_path, one_file):
     """Different questions, of which the tokenizer makes the same tokens."""
     (one_file / "test.jsonl").write_text('{"question": "x+3=", "answer": "#### 1"}\n')
     with (one_file / "train.jsonl").open("a") as file:
@@ -47,9 +43,7 @@ def test_rendered_prompts_are_compared(tiny_model: Path, tmp_path: Path, one_fil
         check(config(tiny_model, tmp_path, *settings(one_file)))
 
 
-def test_a_duplicate_among_many_is_not_trained_on(
-    tiny_model: Path, tmp_path: Path, one_file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_duplicate_among_many_is_not_trained_on(tiny_model, tmp_path, one_file, caplog):
     rows = [{"question": f"{i}+7=", "answer": "#### 9"} for i in range(100)]
     (one_file / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (one_file / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[41:42]))
@@ -59,14 +53,12 @@ def test_a_duplicate_among_many_is_not_trained_on(
     assert "1 of 100 training prompts are also held out, and not trained on" in caplog.text
 
 
-def test_without_evaluation_nothing_is_held_out(
-    tiny_model: Path, tmp_path: Path, one_file: Path
-) -> None:
+def test_without_evaluation_nothing_is_held_out(tiny_model, tmp_path, one_file):
     parts = check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=0")))
     assert (len(parts.prompts), len(parts.held_out)) == (12, 0)
 
 
-def test_prompts_may_repeat_in_training(tiny_model: Path, tmp_path: Path, one_file: Path) -> None:
+def test_prompts_may_repeat_in_training(tiny_model, tmp_path, one_file):
     row = json.dumps({"question": "1+2=", "answer": "#### 3"}) + "\n"
     (one_file / "train.jsonl").write_text(3 * row)
     assert len(check(config(tiny_model, tmp_path, *settings(one_file))).prompts) == 3

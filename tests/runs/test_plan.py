@@ -1,7 +1,5 @@
 """The plan of a run: closed forms, and beside measured runs of the scripted engine."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -44,7 +42,7 @@ def sample(*settings: str) -> Config:
     return with_defaults(load(None, [*sizes, *single, *settings]))
 
 
-def test_the_slower_of_search_and_training_sets_the_pace() -> None:
+def test_the_slower_of_search_and_training_sets_the_pace():
     """A step trains 60 tokens in 1.2 s, and a searcher finds a group of 20 tokens in 0.2 s."""
     once = sample("runtime.max_reuse=1")
     assert groups_a_step(once) == 3
@@ -68,7 +66,7 @@ def replace_decode(decode: float) -> Rates:
     return Rates(decode=decode, train=50, prompt=9, response=5, judge=0, network=1)
 
 
-def test_rewards_are_waited_for_beside_other_searches() -> None:
+def test_rewards_are_waited_for_beside_other_searches():
     c = sample("runtime.max_reuse=1", "runtime.concurrent_searches=4")
     rates = Rates(decode=100, train=1e9, prompt=9, response=5, judge=0.6, network=1)
     assert forecast(c, rates, 0, searchers=1).found == pytest.approx(4 / 0.8)
@@ -76,7 +74,7 @@ def test_rewards_are_waited_for_beside_other_searches() -> None:
     assert forecast(c, rates, 0, searchers=1).found == pytest.approx(4 / 2.2)
 
 
-def test_the_plan_names_its_rates_and_what_is_extrapolated(tiny_model: Path) -> None:
+def test_the_plan_names_its_rates_and_what_is_extrapolated(tiny_model):
     c = load(None, [f"policy.model={tiny_model}", "task=toy.Ones"])
     lines = plan(c, Machine(0, 0, 1e12), {"decode": 50.0}, None)
     assert lines[0] == "decode = 50 (given)" and lines[1].endswith("(assumed)")
@@ -98,13 +96,7 @@ def test_the_plan_names_its_rates_and_what_is_extrapolated(tiny_model: Path) -> 
         (["policy.model=/nowhere"], "policy.model = '/nowhere': no such folder"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    given: list[str],
-    told: str,
-    tiny_model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes_are_one_sentence(given, told, tiny_model, monkeypatch, capsys):
     argv = ["tba", "plan", f"policy.model={tiny_model}", "task=toy.Ones", *given]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as ended:
@@ -116,9 +108,7 @@ def test_mistakes_are_one_sentence(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-def test_seconds_a_step_are_those_of_measured_runs(
-    settings: tuple[str, ...], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_seconds_a_step_are_those_of_measured_runs(settings, tiny_model, tmp_path):
     """Within 20 %, from the engine's latency and the seconds in which the trainer takes a step."""
     config = scripted(tiny_model, tmp_path / "run", *settings)
     run(config)

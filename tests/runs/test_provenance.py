@@ -1,12 +1,8 @@
 """What a run records of how it was started, and the groups that it stores."""
 
-from __future__ import annotations
-
 import platform
 from datetime import datetime
-from pathlib import Path
 
-import pytest
 import torch
 from exact import toy_config
 from transformers import AutoModelForCausalLM
@@ -20,9 +16,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def test_each_session_of_a_run_is_recorded(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_session_of_a_run_is_recorded(toy_model, tmp_path, monkeypatch):
     """The second is not in a git repository."""
     folder = tmp_path / "run"
     tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=1"))
@@ -39,7 +33,7 @@ def test_each_session_of_a_run_is_recorded(
     assert first["parameters"] == first["trained_parameters"] == size
 
 
-def test_a_stored_group_has_each_of_its_completions_once(toy_model: Path, tmp_path: Path) -> None:
+def test_a_stored_group_has_each_of_its_completions_once(toy_model, tmp_path):
     tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, "run.steps=1"))
     rows = read(tmp_path / "run" / SAMPLES)
     assert {(row["step"], row["kind"], row["prompt"]) for row in rows} == {

@@ -1,7 +1,5 @@
 """Readers of checkpoints beside a run that removes them: they hold what they read."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -36,9 +34,7 @@ def saves(folder: Path) -> Iterator[Callable[[int], None]]:
     yield saved
 
 
-def test_what_is_held_stays_until_it_is_released(
-    folder: Path, saves: Callable[[int], None]
-) -> None:
+def test_what_is_held_stays_until_it_is_released(folder, saves):
     saves(1)
     with chosen(folder.parent) as generation:
         saves(2)
@@ -52,7 +48,7 @@ def test_what_is_held_stays_until_it_is_released(
     assert {p.name for p in folder.iterdir()} == {"step-00000004"}
 
 
-def test_what_is_being_removed_is_not_chosen(folder: Path, saves: Callable[[int], None]) -> None:
+def test_what_is_being_removed_is_not_chosen(folder, saves):
     """A part of a checkpoint is never taken for a damaged one."""
     saves(1)
     listed = generations(folder)
@@ -65,9 +61,7 @@ def test_what_is_being_removed_is_not_chosen(folder: Path, saves: Callable[[int]
         pass
 
 
-def test_readers_beside_saves_always_find_a_whole_checkpoint(
-    folder: Path, saves: Callable[[int], None]
-) -> None:
+def test_readers_beside_saves_always_find_a_whole_checkpoint(folder, saves):
     saves(1)
     ended, steps = threading.Event(), []
 
@@ -97,9 +91,7 @@ def test_readers_beside_saves_always_find_a_whole_checkpoint(
     assert len(set(steps)) > 1
 
 
-def test_a_checkpoint_without_a_manifest_is_damaged_and_not_held_back(
-    folder: Path, saves: Callable[[int], None]
-) -> None:
+def test_a_checkpoint_without_a_manifest_is_damaged_and_not_held_back(folder, saves):
     saves(1)
     (path_of(folder, 1) / "manifest.json").unlink()
     with pytest.raises(ValueError, match="damaged"), chosen(folder.parent):

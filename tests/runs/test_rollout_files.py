@@ -1,14 +1,11 @@
 """Logged rollouts: what a run wrote is read as it was, and what is broken is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +38,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(newest(folder / CHECKPOINTS) / "model" / "model.safetensors")
 
 
-def test_rollouts_of_a_run_train_as_its_buffer_does(toy_model: Path, tmp_path: Path) -> None:
+def test_rollouts_of_a_run_train_as_its_buffer_does(toy_model, tmp_path):
     """The same groups, counts and log-probs; and the same parameters after three steps."""
     first = tmp_path / "first"
     run(toy_config(toy_model, first, "run.steps=2", "checkpoint.every=2"))
@@ -83,9 +80,7 @@ def rows(folder: Path, *rows: Any) -> Path:
     return file
 
 
-def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(
-    text: Tokenizer, tmp_path: Path
-) -> None:
+def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(text, tmp_path):
     called = {
         "id": "1",
         "type": "function",
@@ -111,7 +106,7 @@ def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(
     assert shown(text, Completion(plain.tokens, plain.ref_logp, True, 0), ()) == "No"
 
 
-def test_the_chats_of_the_page_are_trained_on(model: Path, tmp_path: Path) -> None:
+def test_the_chats_of_the_page_are_trained_on(model, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
     logged = page.partition("## Logged rollouts")[2]
     chats, settings = (
@@ -128,9 +123,7 @@ def test_the_chats_of_the_page_are_trained_on(model: Path, tmp_path: Path) -> No
     assert summary is not None and summary.samples_trained == 4
 
 
-def test_broken_rows_are_counted_and_named(
-    text: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
     sound = {"prompt_ids": [5, 6], "ids": [7, 1], "sampled": [1, 1], "reward": 1.0}
     broken = [
         "{", "[]", {**sound, "reward": "much"}, {**sound, "reward": float("nan")},
@@ -155,9 +148,7 @@ def test_broken_rows_are_counted_and_named(
         (["replay.rollouts=x.jsonl", "objective=grpo"], "replay.rollouts does not work with"),
     ],
 )
-def test_wrong_settings_are_named(
-    settings: list[str], why: str, toy_model: Path, tmp_path: Path
-) -> None:
+def test_wrong_settings_are_named(settings, why, toy_model, tmp_path):
     with (
         pytest.raises(ValueError, match=why),
         open_run(toy_config(toy_model, tmp_path / "run", *settings)),
@@ -165,9 +156,7 @@ def test_wrong_settings_are_named(
         pass
 
 
-def test_a_dry_run_holds_one_session(
-    config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_holds_one_session(config, tmp_path, monkeypatch):
     given = {"reward": None, "environment": None, "tool_deadline": None}
     rollout = f"{Path(programs.__file__)}:once"
     agent = config("12", settings=["task=agent"], rollout=rollout, **given)
@@ -178,7 +167,7 @@ def test_a_dry_run_holds_one_session(
     )
 
 
-def test_a_model_is_served_for_a_program_to_be_written_against(model: Path) -> None:
+def test_a_model_is_served_for_a_program_to_be_written_against(model):
     command = [sys.executable, "-m", "tba.cli", "serve", str(model), "sampling.max_tokens=5"]
     served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

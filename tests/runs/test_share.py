@@ -1,7 +1,5 @@
 """Exported models have a card, and are uploaded to a hub, here a server on this machine."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -115,7 +113,7 @@ def ended(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_exported_model_has_a_card(ended: Path, tmp_path: Path) -> None:
+def test_an_exported_model_has_a_card(ended, tmp_path):
     """With reference, objective, data, the scores before and after with their errors."""
     out = tmp_path / "out"
     assert share(ended, out) == str(out)
@@ -137,14 +135,14 @@ def test_an_exported_model_has_a_card(ended: Path, tmp_path: Path) -> None:
     assert card.data.library_name == "transformers" and card.data.base_model is None
 
 
-def test_a_checkpoint_that_was_not_evaluated_says_so(ended: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_not_evaluated_says_so(ended, tmp_path):
     share(ended, tmp_path / "out", step="6")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "after 6 of 8 steps" in text and "was not evaluated while it was trained" in text
     assert "72 trained on" in text
 
 
-def test_every_score_with_an_error_is_shown() -> None:
+def test_every_score_with_an_error_is_shown():
     scores = {"sampled_pass@1": 0.5, "sampled_stderr": 0.1, "avg@2": 0.25, "avg@2_stderr": 0.05}
     scores |= {"hard/greedy_pass@1": 1.0, "hard/greedy_stderr": 0.0, "seconds": 3.0, "stderr": 0.1}
     assert _texts(scores) == {
@@ -154,7 +152,7 @@ def test_every_score_with_an_error_is_shown() -> None:
     }
 
 
-def test_the_command_uploads_to_the_hub(ended: Path, hub: Hub, tmp_path: Path) -> None:
+def test_the_command_uploads_to_the_hub(ended, hub, tmp_path):
     """`tba export RUN --push-to-hub NAME`, with the hub's own settings in the environment."""
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
@@ -173,7 +171,7 @@ def test_the_command_uploads_to_the_hub(ended: Path, hub: Hub, tmp_path: Path) -
     assert "private" not in str(hub.created)
 
 
-def test_an_adapter_is_uploaded_alone(toy_model: Path, logged_in: Hub, tmp_path: Path) -> None:
+def test_an_adapter_is_uploaded_alone(toy_model, logged_in, tmp_path):
     folder = tmp_path / "run"
     run(small(toy_model, folder, "run.steps=2"))
     logged_in.private = True
@@ -188,9 +186,7 @@ def test_an_adapter_is_uploaded_alone(toy_model: Path, logged_in: Hub, tmp_path:
     assert (tmp_path / "out" / "README.md").read_bytes() == logged_in.files["README.md"]
 
 
-def test_nothing_is_uploaded_without_a_login(
-    ended: Path, logged_in: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_uploaded_without_a_login(ended, logged_in, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match=r"--push-to-hub needs a token .* type `hf auth login`"):
         share(ended, None, name="me/mine")
@@ -201,9 +197,7 @@ def test_nothing_is_uploaded_without_a_login(
     assert not logged_in.files
 
 
-def test_what_the_hub_refuses_is_told(
-    ended: Path, logged_in: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_refuses_is_told(ended, logged_in, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="mine exists and is public; make it private"):
         share(ended, out, name="me/mine", private=True)
@@ -229,12 +223,12 @@ def test_what_the_hub_refuses_is_told(
         "FOLDER/mine": "./mine",
     }.items(),
 )
-def test_a_card_names_the_base_model_and_no_place(model: str, name: str, tmp_path: Path) -> None:
+def test_a_card_names_the_base_model_and_no_place(model, name, tmp_path):
     (tmp_path / "mine").mkdir()
     assert _model_name(model.replace("FOLDER", str(tmp_path))) == name
 
 
-def test_settings_in_a_card_name_files_and_not_where_they_are() -> None:
+def test_settings_in_a_card_name_files_and_not_where_they_are():
     home = {"data": "~/own/rows.jsonl", "reward": ["/home/me/score.py:f", "score.py:g"]}
     given = {**home, "seeds": "../seeds.jsonl", "prompt": "/think {x}/{y}", "size": 3, "lora": None}
     assert _without_places(given) == {
@@ -243,9 +237,7 @@ def test_settings_in_a_card_name_files_and_not_where_they_are() -> None:
     }  # fmt: skip
 
 
-def test_exported_files_are_readable_by_others_and_name_no_place(
-    ended: Path, tmp_path: Path
-) -> None:
+def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path):
     mask = os.umask(0o077)
     try:
         share(ended, tmp_path / "out")

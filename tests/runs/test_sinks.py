@@ -1,7 +1,5 @@
 """TensorBoard and W&B get the same panels; completions are tables."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -58,7 +56,7 @@ def write(folder: Path, given: Config) -> None:
     journal.close()
 
 
-def test_there_are_twelve_panels_of_metrics_that_have_one_place() -> None:
+def test_there_are_twelve_panels_of_metrics_that_have_one_place():
     assert len(PANELS) == 12
     metrics = [metric.name for panel in PANELS for metric in panel.metrics]
     labels = [metric.label for panel in PANELS for metric in panel.metrics]
@@ -66,7 +64,7 @@ def test_there_are_twelve_panels_of_metrics_that_have_one_place() -> None:
     assert first_screen(METRICS) == SCREEN
 
 
-def test_the_report_has_the_panels_and_not_their_metrics_among_all_others() -> None:
+def test_the_report_has_the_panels_and_not_their_metrics_among_all_others():
     tables = [pd.DataFrame([EVERY])]
     charts = Charts(tables).panels()
     assert [chart["title"] for chart in charts] == [panel.title for panel in PANELS]
@@ -107,9 +105,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, dict[str, Any]]:
     return recorder, opened
 
 
-def test_wandb_gets_metrics_panels_and_tables(
-    wandb: tuple[Recorder, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_wandb_gets_metrics_panels_and_tables(wandb, tmp_path):
     recorder, opened = wandb
     write(tmp_path, config("log.wandb=true"))
     assert opened["name"] == tmp_path.name and opened["resume"] == "allow"
@@ -125,9 +121,7 @@ def test_wandb_gets_metrics_panels_and_tables(
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
 
 
-def test_all_twelve_panels_reach_each_service(
-    wandb: tuple[Recorder, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_all_twelve_panels_reach_each_service(wandb, tmp_path):
     """W&B as values by panel, and TensorBoard as charts of the metrics."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -155,13 +149,13 @@ def test_all_twelve_panels_reach_each_service(
     assert list(category.chart[0].multiline.tag) == ["^reward$", "^rewards/.*/mean$"]
 
 
-def test_a_service_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr("tba.runs.journal.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"log\.wandb = true needs the package wandb: pip"):
         check(config("log.wandb=true"))
 
 
-def test_weights_and_biases_without_a_key_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_without_a_key_is_one_sentence(monkeypatch):
     module: Any = ModuleType("wandb")
     module.__spec__ = SimpleNamespace()
 
@@ -190,7 +184,7 @@ def carry_out(environment: dict[str, str], *arguments: str) -> str:
     return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout
 
 
-def test_wandb_keeps_a_run_without_a_network(tmp_path: Path) -> None:
+def test_wandb_keeps_a_run_without_a_network(tmp_path):
     """The package itself, where it is installed: its tables are files, its metrics a binary log."""
     pytest.importorskip("wandb", reason="an extra: pip install -e '.[wandb]'")
     folder, offline = tmp_path / "run", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}

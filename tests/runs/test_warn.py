@@ -1,7 +1,5 @@
 """Each warning: when it is given, that it is given once, and that the summary repeats it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import count
@@ -20,7 +18,6 @@ from tba.runs.log import METRICS, WARNINGS, read, read_warnings, rewind
 from tba.runs.summary import Tracker
 from tba.runs.warn import FIRST, WINDOW, RunWarning, Warnings
 from tba.search.result import SearchStats
-from tba.types import Group
 
 SOUND = {
     "frac_reward_zero_std": 0.1, "completions/clipped_ratio": 0.05, "off_policy/ess": 0.9,
@@ -53,13 +50,13 @@ def texts(signs: list[RunWarning]) -> list[str]:
     return [text for _, text in signs]
 
 
-def test_a_sound_run_has_no_warnings() -> None:
+def test_a_sound_run_has_no_warnings():
     own = warnings()
     assert own.start() == given(own, {}, 3 * FIRST) == own.end() == own.texts == []
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_metric_beyond_its_threshold_warns_once(case: str) -> None:
+def test_a_metric_beyond_its_threshold_warns_once(case):
     """After enough steps, and with words for what to do."""
     metrics, words = CASES[case]
     own = warnings()
@@ -70,7 +67,7 @@ def test_a_metric_beyond_its_threshold_warns_once(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_short_run_warns_at_its_end(case: str) -> None:
+def test_a_short_run_warns_at_its_end(case):
     metrics, words = CASES[case]
     own = warnings()
     assert given(own, metrics, 3) == []
@@ -79,7 +76,7 @@ def test_a_short_run_warns_at_its_end(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["equal_rewards", "cut_off"])
-def test_a_threshold_can_turn_its_warning_off(case: str) -> None:
+def test_a_threshold_can_turn_its_warning_off(case):
     own = warnings(f"warn.{case}=1")
     assert given(own, CASES[case][0], WINDOW) == own.end() == []
 
@@ -98,9 +95,7 @@ VALUES: list[tuple[float, float, float | None, str]] = [
 
 
 @pytest.mark.parametrize(("lowest", "highest", "pass_reward", "words"), VALUES)
-def test_equal_rewards_are_told_with_their_value(
-    lowest: float, highest: float, pass_reward: float | None, words: str
-) -> None:
+def test_equal_rewards_are_told_with_their_value(lowest, highest, pass_reward, words):
     """And with what it means, also if a step in between had no such group."""
     own = Warnings(load(None, ["trainer.warmup_steps=20"]), pass_reward)
     assert given(own, {"frac_reward_zero_std": 0.0}, 1) == []
@@ -109,7 +104,7 @@ def test_equal_rewards_are_told_with_their_value(
     assert all(part in text for part in words.split("|"))
 
 
-def test_the_value_of_equal_rewards_is_of_their_groups_only(groups: list[Group]) -> None:
+def test_the_value_of_equal_rewards_is_of_their_groups_only(groups):
     mixed, *others = groups
     equal = [replace(g, trajectories=tuple(replace(t, reward=float(i)) for t in g.trajectories))
              for i, g in enumerate(others)]  # fmt: skip
@@ -118,7 +113,7 @@ def test_the_value_of_equal_rewards_is_of_their_groups_only(groups: list[Group])
     assert "equal_rewards/min" not in Tracker().step(9, [mixed], ReplayBuffer(), SearchStats())
 
 
-def test_kl_is_compared_with_that_of_the_first_steps() -> None:
+def test_kl_is_compared_with_that_of_the_first_steps():
     own = warnings()
     assert given(own, {"kl/k3": 0.002}, FIRST) == []
     assert given(own, {"kl/k3": 0.018}, FIRST) == []
@@ -128,19 +123,19 @@ def test_kl_is_compared_with_that_of_the_first_steps() -> None:
     assert "lower trainer.learning_rate" in text
 
 
-def test_a_small_kl_does_not_run_away() -> None:
+def test_a_small_kl_does_not_run_away():
     own = warnings()
     assert given(own, {"kl/k3": 1e-6}, FIRST) + given(own, {"kl/k3": 1e-3}, FIRST) == []
 
 
-def test_one_step_of_old_data_is_no_kl_that_runs_away() -> None:
+def test_one_step_of_old_data_is_no_kl_that_runs_away():
     """Tokens that have become unlikely since they were sampled can give a large k3."""
     own = warnings()
     steps = [{"kl/k3": 5.0 if step % WINDOW == 0 else 0.002} for step in range(3 * FIRST)]
     assert [text for metrics in steps for text in given(own, metrics, 1)] == own.end() == []
 
 
-def test_a_trainer_that_waits_is_told_what_to_change() -> None:
+def test_a_trainer_that_waits_is_told_what_to_change():
     """By time, over the last 50 steps; the first step has the first fill, which does not count."""
     quick, slow = {"wait/trainer": 0.0}, {"wait/trainer": 0.9}
     own = warnings()
@@ -155,24 +150,24 @@ def test_a_trainer_that_waits_is_told_what_to_change() -> None:
 @pytest.mark.parametrize(
     "settings", [["runtime.use=local"], ["runtime.lag=0"], ["runtime.fresh=16"]]
 )
-def test_a_trainer_that_waits_by_design_is_not_warned_of(settings: list[str]) -> None:
+def test_a_trainer_that_waits_by_design_is_not_warned_of(settings):
     own = warnings(*settings)
     assert given(own, {"wait/trainer": 0.9}, 2 * STEPS) == own.end() == []
 
 
-def test_a_model_without_warm_up_is_warned_of_at_the_start() -> None:
+def test_a_model_without_warm_up_is_warned_of_at_the_start():
     own = warnings("trainer.warmup_steps=0")
     (text,) = texts(own.start())
     assert text.startswith("trainer.warmup_steps = 0") and own.start() == []
 
 
-def test_the_rows_of_an_evaluation_are_not_steps() -> None:
+def test_the_rows_of_an_evaluation_are_not_steps():
     own = warnings()
     for _ in range(2 * WINDOW):
         assert own.step({"time": 1.0, "eval/sampled_reward": 0.0}) == []
 
 
-def test_a_resumed_run_gives_no_warning_again() -> None:
+def test_a_resumed_run_gives_no_warning_again():
     """Whatever its first part gave stays; a sign that it did not give is a warning now."""
     config, (metrics, words) = load(None, ["trainer.warmup_steps=20"]), CASES["cut_off"]
     rows = [row(metrics) for _ in range(3)]
@@ -189,9 +184,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def test_a_run_whose_rewards_are_all_zero_says_so(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     """On the console at once, at its end, and in the summary; a resumed run keeps it."""
     (tmp_path / "rewards.py").write_text(
         "def nothing(completions):\n    return [0.0] * len(completions)\n"
@@ -216,8 +209,8 @@ def test_a_run_whose_rewards_are_all_zero_says_so(
 
 
 def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny_model, tmp_path, capsys
+):
     """Those of its start are given once; those of its first three steps do not stay."""
     folder = tmp_path / "run"
     settings = ("engine=scripted", "engine.answers=['22222']", "sampling.max_tokens=3")
@@ -238,9 +231,7 @@ def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(
 
 
 @pytest.mark.parametrize("stop", [1, 9])
-def test_a_stopped_run_keeps_no_warning_made_from_few_steps(
-    tiny_model: Path, tmp_path: Path, stop: int
-) -> None:
+def test_a_stopped_run_keeps_no_warning_made_from_few_steps(tiny_model, tmp_path, stop):
     """It ends with the warnings of the run that was not stopped."""
     settings = ("engine=scripted", "engine.answers=['22222']", "sampling.max_tokens=3")
     folder = tmp_path / "stopped"
@@ -252,7 +243,7 @@ def test_a_stopped_run_keeps_no_warning_made_from_few_steps(
     assert run(_config([], folder), folder).warnings == whole
 
 
-def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path: Path) -> None:
+def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path):
     journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
     for step, key in ((0, "warmup"), (10, "ess"), (11, "kl")):
         journal.warn(step, key, f"of {key}")

@@ -1,14 +1,11 @@
 """A searcher runs searches side by side, and keeps weights and reference fixed where it must."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,9 +115,7 @@ def wait(event: threading.Event) -> None:
     assert event.wait(SECONDS)
 
 
-def test_searches_run_at_once_and_weights_arrive_under_them(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+def test_searches_run_at_once_and_weights_arrive_under_them(actor, steps, threads):
     running = [search(threads, actor, number) for number in (0, 1)]
     for number in (0, 1):
         wait(steps.begun[number])
@@ -141,9 +136,7 @@ class WrongSteps(Steps):
         raise LogpGapError(f"version {weights.version}")
 
 
-def test_a_wrong_searcher_returns_nothing_more(
-    threads: ThreadPoolExecutor,
-) -> None:
+def test_a_wrong_searcher_returns_nothing_more(threads):
     """Neither a search that began before the weight update, nor one after it."""
     steps = WrongSteps()
     actor = SearcherActor(Setup(steps), Place("cpu"), False, [], {}, receive, None)
@@ -158,13 +151,13 @@ def test_a_wrong_searcher_returns_nothing_more(
             call.result(SECONDS)
 
 
-def test_a_wrong_searcher_says_so_once_it_has_started() -> None:
+def test_a_wrong_searcher_says_so_once_it_has_started():
     actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], {}, receive, weights(5))
     with pytest.raises(LogpGapError, match="version 5"):
         actor.machine()
 
 
-def test_a_machine_that_cannot_see_the_model_is_named(tmp_path: Path) -> None:
+def test_a_machine_that_cannot_see_the_model_is_named(tmp_path):
     """Nothing is loaded, and every call says why."""
     folders = {"policy.model": str(tmp_path / "elsewhere")}
     actor = SearcherActor(Setup(Steps()), Place("cpu"), False, [], folders, receive, None)
@@ -174,9 +167,7 @@ def test_a_machine_that_cannot_see_the_model_is_named(tmp_path: Path) -> None:
             call()
 
 
-def test_searches_end_with_the_reference_that_they_began_with(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+def test_searches_end_with_the_reference_that_they_began_with(actor, steps, threads):
     first = search(threads, actor, 0)
     wait(steps.begun[0])
     second = search(threads, actor, 1, reference=weights(5))
@@ -188,9 +179,7 @@ def test_searches_end_with_the_reference_that_they_began_with(
     assert steps.seen == {0: ((0, 0), (0, 0)), 1: ((0, 5), (0, 5))}
 
 
-def test_a_piece_of_the_newest_weights_runs_beside_searches(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+def test_a_piece_of_the_newest_weights_runs_beside_searches(actor, steps, threads):
     """Newer weights wait for its end, and searches that begin wait for these."""
     running = search(threads, actor, 0)
     wait(steps.begun[0])
@@ -213,8 +202,8 @@ def test_a_piece_of_the_newest_weights_runs_beside_searches(
 
 
 def test_a_piece_of_older_weights_runs_alone_and_searches_go_on_with_the_newest(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+    actor, steps, threads
+):
     threads.submit(actor.publish, weights(6)).result(SECONDS)
     running = search(threads, actor, 0)
     wait(steps.begun[0])
@@ -233,8 +222,8 @@ def test_a_piece_of_older_weights_runs_alone_and_searches_go_on_with_the_newest(
 
 
 def test_weights_that_arrive_while_an_older_version_is_evaluated_are_loaded_after_it(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+    actor, steps, threads
+):
     threads.submit(actor.publish, weights(6)).result(SECONDS)
     piece = threads.submit(actor.evaluate, 0, weights(4), None)
     wait(steps.begun["piece 0"])
@@ -247,9 +236,7 @@ def test_weights_that_arrive_while_an_older_version_is_evaluated_are_loaded_afte
     assert steps.seen[0] == ((7, 0), (7, 0))
 
 
-def test_idle_time_and_loads_are_counted_once(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+def test_idle_time_and_loads_are_counted_once(actor, steps, threads):
     for number in range(4):
         steps.ended[number].set()
     threads.submit(actor.publish, weights(1)).result(SECONDS)
@@ -260,9 +247,7 @@ def test_idle_time_and_loads_are_counted_once(
     assert first.seconds["idle"] > 0 and second.seconds["idle"] > 0
 
 
-def test_a_busy_searcher_is_not_idle(
-    actor: SearcherActor, steps: Steps, threads: ThreadPoolExecutor
-) -> None:
+def test_a_busy_searcher_is_not_idle(actor, steps, threads):
     """A search that begins beside another was not waited for."""
     running = search(threads, actor, 0)
     wait(steps.begun[0])
@@ -274,9 +259,7 @@ def test_a_busy_searcher_is_not_idle(
     running.result(SECONDS)
 
 
-def test_who_waits_to_be_alone_goes_before_those_that_share_later(
-    threads: ThreadPoolExecutor,
-) -> None:
+def test_who_waits_to_be_alone_goes_before_those_that_share_later(threads):
     """Or an endless row of batches would keep newer weights out."""
     lock, order = SharedLock(), []
     inside, leave = threading.Event(), threading.Event()

@@ -1,7 +1,5 @@
 """Calls to Ray may hang: whoever waits for one is told in time, and still hears signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -28,7 +26,7 @@ def never() -> Iterator[Callable[[], bool]]:
     end.set()
 
 
-def test_a_late_call_is_abandoned_and_ends_all_others(never: Callable[[], bool]) -> None:
+def test_a_late_call_is_abandoned_and_ends_all_others(never):
     calls = Calls(deadline=0.05)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(calls.within, SECONDS, "return a result", never)
@@ -46,7 +44,7 @@ def test_a_late_call_is_abandoned_and_ends_all_others(never: Callable[[], bool])
     calls.close()
 
 
-def test_results_and_errors_come_from_one_thread_that_keeps_neither() -> None:
+def test_results_and_errors_come_from_one_thread_that_keeps_neither():
     calls = Calls(SECONDS)
 
     class Large:
@@ -64,7 +62,7 @@ def test_results_and_errors_come_from_one_thread_that_keeps_neither() -> None:
     calls.close()
 
 
-def test_an_error_is_diagnosed() -> None:
+def test_an_error_is_diagnosed():
     """Calls fail when Ray dies, in many ways: the reason is what counts."""
     calls = Calls(SECONDS)
     ended = psutil.Popen([sys.executable, "-c", ""])
@@ -83,7 +81,7 @@ class Asked(Exception):
     """Raised by the handler of a signal."""
 
 
-def test_a_signal_is_heard_while_a_call_hangs(never: Callable[[], bool]) -> None:
+def test_a_signal_is_heard_while_a_call_hangs(never):
     def ask(number: int, frame: object) -> None:
         raise Asked
 

@@ -1,7 +1,5 @@
 """The engine and the trainer use the memory of one device in turn: `runtime.colocate=sleep`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,9 +48,7 @@ def sleeping(model: Path, folder: Path, *settings: str) -> Config:
     return config(model, folder, *SLEEP, *settings)
 
 
-def test_the_engine_sleeps_while_the_trainer_trains(
-    tiny_model: Path, tmp_path: Path, calls: list[str]
-) -> None:
+def test_the_engine_sleeps_while_the_trainer_trains(tiny_model, tmp_path, calls):
     run(sleeping(tiny_model, tmp_path / "run"))
     step = "step send wake load_weights"
     evaluation = "generate generate"  # the greedy answers, and the sampled ones
@@ -64,9 +60,7 @@ def test_the_engine_sleeps_while_the_trainer_trains(
 
 
 @pytest.mark.parametrize("phase", ["generate", "sleep", "step", "send", "wake", "load_weights"])
-def test_a_failure_never_leaves_the_engine_asleep(
-    phase: str, tiny_model: Path, tmp_path: Path, calls: list[str]
-) -> None:
+def test_a_failure_never_leaves_the_engine_asleep(phase, tiny_model, tmp_path, calls):
     """The engine has ended, and the run goes on from its checkpoint to the same end."""
     calls.append(f"!{phase}")
     with pytest.raises(RuntimeError, match=f"{phase} failed"):
@@ -90,7 +84,7 @@ def _asleep(calls: list[str]) -> list[str]:
     return during
 
 
-def test_a_run_whose_engine_sleeps_is_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_whose_engine_sleeps_is_the_same_run(tiny_model, tmp_path):
     weights = []
     for name in ("share", "sleep"):
         settings = sleeping(tiny_model, tmp_path / name, f"runtime.colocate={name}")
@@ -101,7 +95,7 @@ def test_a_run_whose_engine_sleeps_is_the_same_run(tiny_model: Path, tmp_path: P
         assert one.equal(other)
 
 
-def test_a_sleeping_engine_generates_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_sleeping_engine_generates_nothing(tiny_model, tmp_path):
     parts = check(sleeping(tiny_model, tmp_path))
     searcher = parts.search_setup().build("cpu", bf16=False)
     searcher.engine.sleep()
@@ -112,7 +106,7 @@ def test_a_sleeping_engine_generates_nothing(tiny_model: Path, tmp_path: Path) -
     searcher.close()
 
 
-def test_what_cannot_sleep_is_refused_first(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_cannot_sleep_is_refused_first(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"in turn in one process: set runtime\.use=local"):
         load(None, ["runtime.colocate=sleep"])
     with pytest.raises(ValueError, match=r"'transformers' cannot give up its memory; set engine=v"):

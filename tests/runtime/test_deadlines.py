@@ -1,7 +1,5 @@
 """A call's deadline begins when the searcher could begin the call."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -31,12 +29,12 @@ def in_turn(*tasks: Task, concurrent: int = 2) -> list[list[Any]]:
     return begun
 
 
-def test_as_many_searches_begin_as_run_at_once() -> None:
+def test_as_many_searches_begin_as_run_at_once():
     assert in_turn(*(task("search", i) for i in range(3)), concurrent=1) == [[0], [1], [2]]
     assert in_turn(*(task("search", i) for i in range(3))) == [[0, 1], [1, 2], [2]]
 
 
-def test_a_deadline_begins_once_and_results_may_come_in_any_order() -> None:
+def test_a_deadline_begins_once_and_results_may_come_in_any_order():
     first, second, third = (task("search", i) for i in range(3))
     one = handle(first, second, third)
     one.begin(2)
@@ -46,7 +44,7 @@ def test_a_deadline_begins_once_and_results_may_come_in_any_order() -> None:
     assert third.began is not None and first.began == before
 
 
-def test_other_kinds_and_searches_with_a_newer_reference_wait_for_those_before() -> None:
+def test_other_kinds_and_searches_with_a_newer_reference_wait_for_those_before():
     kinds: tuple[Kind, ...] = ("start", "search", "evaluate", "search")
     tasks = [task(kind, number) for number, kind in enumerate(kinds)]
     assert in_turn(*tasks) == [[0], [1], [2], [3]]
@@ -54,7 +52,7 @@ def test_other_kinds_and_searches_with_a_newer_reference_wait_for_those_before()
     assert in_turn(*tasks) == [["old"], ["new"]]
 
 
-def test_weights_are_sent_one_at_a_time_and_after_a_start() -> None:
+def test_weights_are_sent_one_at_a_time_and_after_a_start():
     publication = task("publish", "publish")
     one = handle(task("search", 0), task("search", 1), publication)
     one.begin(1)
@@ -65,7 +63,7 @@ def test_weights_are_sent_one_at_a_time_and_after_a_start() -> None:
     assert not handle(task("start", 0)).accepts_weights(1)
 
 
-def test_many_searchers_get_no_more_publications_a_second_than_few() -> None:
+def test_many_searchers_get_no_more_publications_a_second_than_few():
     one = handle(task("search", 0))
     one.sent = time.monotonic()
     many = 3600 * PUBLICATIONS  # an hour's worth

@@ -1,7 +1,5 @@
 """A search that ends a local run in the middle of a `gather`: nothing is lost or doubled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +37,7 @@ class Raising(Ones):
 
 @pytest.mark.parametrize("lag", ["none", "1"])
 @pytest.mark.parametrize("after", [1, 7])
-def test_a_search_that_ends_a_local_run_loses_nothing(
-    tiny_model: Path, tmp_path: Path, after: int, lag: str
-) -> None:
+def test_a_search_that_ends_a_local_run_loses_nothing(tiny_model, tmp_path, after, lag):
     """The second of three prompts, in the first fill and in a step. It is scored again."""
     folder = tmp_path / "run"
     settings = [f"sampling.samples={SAMPLES}", "runtime.prompts_per_task=1", "eval.prompts=0"]

@@ -1,7 +1,5 @@
 """Evaluations are divided into pieces: done anywhere, in any order, they give the same scores."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +32,7 @@ def scores(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for name, value in evaluation.scores.items() if name != "seconds"}
 
 
-def test_scores_do_not_depend_on_who_does_which_piece(
-    parts: RunSetup, searchers: list[Searcher]
-) -> None:
+def test_scores_do_not_depend_on_who_does_which_piece(parts, searchers):
     """One is put back, and two evaluations are under way at once."""
     setup = parts.search_setup()
     assert len(pieces(setup)) == PIECES
@@ -64,7 +60,7 @@ def test_scores_do_not_depend_on_who_does_which_piece(
     assert (evaluations.open, evaluations.take(), evaluations.collect()) == ([], None, [])
 
 
-def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: RunSetup) -> None:
+def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts):
     """However many are requested, three keep their weights, and each one ends."""
     evaluations = Evaluations(parts.search_setup())
 
@@ -84,9 +80,7 @@ def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts: RunSetup) -> 
     assert len(evaluations.open) == 3
 
 
-def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(
-    parts: RunSetup, searchers: list[Searcher]
-) -> None:
+def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(parts, searchers):
     """The first and the third are done, in reverse, and the second is left out before both."""
     evaluations = Evaluations(parts.search_setup())
     for step in (2, 4, 6):
@@ -99,9 +93,7 @@ def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(
     assert ended == [(4, False), (6, True), (2, True)]
 
 
-def test_pieces_have_random_numbers_of_their_own(
-    parts: RunSetup, searchers: list[Searcher]
-) -> None:
+def test_pieces_have_random_numbers_of_their_own(parts, searchers):
     """Prompts at the same place of two pieces are not sampled with the same numbers."""
     setup = parts.search_setup()
     first = setup.held_out[0]
@@ -113,9 +105,7 @@ def test_pieces_have_random_numbers_of_their_own(
     assert one.scores[different].tolist() != other.scores[different].tolist()
 
 
-def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
-    parts: RunSetup, searchers: list[Searcher]
-) -> None:
+def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(parts, searchers):
     trainer = parts.trainer("cpu")
     searchers[1].reference.load_weights(trainer.send(version=3).parcel)
     evaluations = Evaluations(parts.search_setup())
@@ -128,7 +118,7 @@ def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(
     assert scores(evaluation) == expected
 
 
-def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model: Path, tmp_path: Path) -> None:
+def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model, tmp_path):
     """In any order; a set has the scores that its task has alone, and other sets do not matter."""
     mixed = (
         "task=mixture", "task.parts.ones.use=toy.Ones", "task.parts.toy.use=toy.Toy",

@@ -1,7 +1,5 @@
 """With a constant lag, a run gets every group, in order, a fixed number of groups late."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from itertools import count
@@ -35,19 +33,19 @@ def lagged(behind: int, *held: str) -> tuple[Any, Callable[[int], list[str]]]:
     return searchers, lambda at_least: [group.prompt.id for group in Run.gather(run, at_least)]
 
 
-def test_groups_arrive_in_order_and_late() -> None:
+def test_groups_arrive_in_order_and_late():
     _, gather = lagged(4)
     assert [gather(n) for n in (2, 2, 0, 1)] == [["0", "1"], ["2", "3"], [], ["4"]]
 
 
-def test_held_groups_come_first() -> None:
+def test_held_groups_come_first():
     """After a resume, and when a search has ended the run; a lag stays what it is."""
     _, gather = lagged(2, "a", "b", "c")
     assert gather(2) == ["a", "b"] and gather(2) == ["c", "0"]
     assert lagged(0, "a", "b")[1](2) == ["a", "b"]
 
 
-def test_a_stop_during_the_search_delivers_nothing_and_loses_nothing() -> None:
+def test_a_stop_during_the_search_delivers_nothing_and_loses_nothing():
     searchers, gather = lagged(3)
     searchers.most = 1
     assert gather(2) == []

@@ -1,7 +1,5 @@
 """A wrong weight update ends the run; after a fault of its engine a searcher is replaced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def gaps(folder: Path) -> list[float | None]:
 
 
 @pytest.mark.parametrize("gap", [1.0, float("nan")])
-def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model: Path, tmp_path: Path, gap: float) -> None:
+def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model, tmp_path, gap):
     given = wrong(tiny_model, tmp_path, right=(0, 1), gap=gap)
     advice = (
         rf"fakes.Wrong.*by {gap:.3g} nats .*0\.01; .*engine\.dtype=fp32.*loads or caches weights"
@@ -47,9 +45,7 @@ def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("every", "right"), [(1, (0, 1, 2)), (2, (0, 1))])
-def test_the_weights_of_a_resumed_run_are_verified(
-    tiny_model: Path, tmp_path: Path, every: int, right: tuple[int, ...]
-) -> None:
+def test_the_weights_of_a_resumed_run_are_verified(tiny_model, tmp_path, every, right):
     """Also those that are older than the trainer's. After all loads until then, none is right."""
     given = wrong(tiny_model, tmp_path, right=right)
     runtime = given.runtime.model_copy(update={"publish_every": every})
@@ -62,7 +58,7 @@ def test_the_weights_of_a_resumed_run_are_verified(
         pass
 
 
-def test_the_limit_follows_the_coarser_of_both_sides() -> None:
+def test_the_limit_follows_the_coarser_of_both_sides():
     def limits(*settings: str) -> list[float]:
         engine = load(None, list(settings)).engine
         return [logp_gap_limit(engine, trainer_in_bf16=bf16) for bf16 in (False, True)]

@@ -1,7 +1,5 @@
 """Ray's own processes are killed and stopped: the run is saved first, and nothing is left of it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -91,9 +89,7 @@ def saved_step(folder: Path) -> int:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("part", ["raylet", "gcs_server"])
-def test_a_run_without_ray_is_saved_and_says_how_to_go_on(
-    tiny_model: Path, tmp_path: Path, part: str
-) -> None:
+def test_a_run_without_ray_is_saved_and_says_how_to_go_on(tiny_model, tmp_path, part):
     """No step is lost, and no prompt. The last step may be without its row of metrics."""
     folder = tmp_path / "run"
     with (
@@ -120,9 +116,7 @@ def test_a_run_without_ray_is_saved_and_says_how_to_go_on(
 
 @pytest.mark.fault
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_although_ray_is_stopped(
-    tiny_model: Path, tmp_path: Path, number: int
-) -> None:
+def test_a_signal_saves_although_ray_is_stopped(tiny_model, tmp_path, number):
     """Its deadline has not passed: nothing that the run does waits for it."""
     folder = tmp_path / "run"
     with nothing_is_left() as processes, started(tiny_model, folder) as run:
@@ -135,9 +129,7 @@ def test_a_signal_saves_although_ray_is_stopped(
 
 
 @pytest.mark.fault
-def test_a_second_signal_leaves_at_once_although_ray_is_stopped(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_second_signal_leaves_at_once_although_ray_is_stopped(tiny_model, tmp_path):
     """The first one waits for searches that take an hour, in lockstep, after the models' start."""
     slow = ("engine=scripted", "engine.latency=3600", "engine.answers=['1']", "eval.prompts=0")
     with nothing_is_left() as processes, started(tiny_model, tmp_path / "run", *slow) as run:
@@ -154,9 +146,7 @@ def test_a_second_signal_leaves_at_once_although_ray_is_stopped(
 
 @pytest.mark.fault
 @pytest.mark.parametrize("moment", [WATCHER, "session", "gcs_server", "raylet", "step"])
-def test_a_kill_at_any_moment_leaves_nothing_behind(
-    tiny_model: Path, tmp_path: Path, moment: str
-) -> None:
+def test_a_kill_at_any_moment_leaves_nothing_behind(tiny_model, tmp_path, moment):
     """The watcher has started before Ray."""
     with nothing_is_left() as processes, started(tiny_model, tmp_path / "run") as run:
         own = psutil.Process(run.process.pid)
@@ -190,7 +180,7 @@ def stopped_raylet(run: Started) -> psutil.Process:
 
 
 @pytest.mark.fault
-def test_a_raylet_may_start_more_slowly_than_ray_expects(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_raylet_may_start_more_slowly_than_ray_expects(tiny_model, tmp_path):
     """Ray waits for 30 s by itself."""
     with started(tiny_model, tmp_path / "run") as run:
         raylet = stopped_raylet(run)
@@ -202,9 +192,7 @@ def test_a_raylet_may_start_more_slowly_than_ray_expects(tiny_model: Path, tmp_p
 
 
 @pytest.mark.fault
-def test_a_ray_that_does_not_start_is_an_error_that_says_why(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_ray_that_does_not_start_is_an_error_that_says_why(tiny_model, tmp_path):
     with (
         nothing_is_left() as processes,
         started(tiny_model, tmp_path / "run", "runtime.start_deadline=5") as run,

@@ -1,7 +1,5 @@
 """Weights that searchers map from the trainer's memory."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -16,7 +14,7 @@ from tba.weights import Probe, Sent, Weights, resend
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
 
 
-def test_weights_arrive_whole_and_stay_while_they_are_used() -> None:
+def test_weights_arrive_whole_and_stay_while_they_are_used():
     """A parcel that has arrived keeps them, also when the sender has dropped them."""
     rng = np.random.default_rng(0)
     arrays = {
@@ -45,7 +43,7 @@ def test_weights_arrive_whole_and_stay_while_they_are_used() -> None:
     np.testing.assert_array_equal(weights.probe.logp, probe.logp)
 
 
-def test_a_file_is_written_again_once_no_receiver_uses_it() -> None:
+def test_a_file_is_written_again_once_no_receiver_uses_it():
     transport = SharedMemory()
 
     def send(version: int, size: int) -> Sent:
@@ -68,6 +66,6 @@ def test_a_file_is_written_again_once_no_receiver_uses_it() -> None:
     np.testing.assert_array_equal(arrived.arrays["parameter"], np.full(7, 3))
 
 
-def test_nothing_is_sent_without_parameters() -> None:
+def test_nothing_is_sent_without_parameters():
     sent = SharedMemory().send(1, [], None)
     assert dict(SharedMemory().receive(pickle.loads(pickle.dumps(sent))).arrays) == {}

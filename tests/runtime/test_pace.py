@@ -1,7 +1,5 @@
 """The trainer waits for data: `runtime.max_reuse`, and a batch of new groups after a resume."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable, Sequence
@@ -43,9 +41,7 @@ WINDOW = 20
     steps=st.lists(st.tuples(st.integers(2, 64), st.integers(0, 300)), min_size=1, max_size=160),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_more_is_trained_on_than_the_samples_of_the_window_allow(
-    max_reuse: float, window: int, steps: list[tuple[int, int]]
-) -> None:
+def test_no_more_is_trained_on_than_the_samples_of_the_window_allow(max_reuse, window, steps):
     """Over the window and over 50 steps. Each has samples that arrive before it by themselves.
 
     What is missing is enough, one less would be too few, and a pace that was saved says the same.
@@ -64,7 +60,7 @@ def test_no_more_is_trained_on_than_the_samples_of_the_window_allow(
         pace.drew(batch, entered + missing)
 
 
-def test_without_a_limit_nothing_is_missing() -> None:
+def test_without_a_limit_nothing_is_missing():
     pace = Pace(float("inf"), NEW)
     for _ in range(3 * STEPS):
         assert pace.missing(10**9, 0) == 0
@@ -72,7 +68,7 @@ def test_without_a_limit_nothing_is_missing() -> None:
 
 
 @pytest.mark.parametrize("value", ["inf", "0.01", "0.5", "4", "1e3"])
-def test_a_limit_survives_the_stored_config(value: str) -> None:
+def test_a_limit_survives_the_stored_config(value):
     given = load(None, [f"runtime.max_reuse={value}"])
     again = Config(**json.loads(json.dumps(given.nested())))
     assert again.runtime.max_reuse == given.runtime.max_reuse == float(value)
@@ -82,12 +78,12 @@ def test_a_limit_survives_the_stored_config(value: str) -> None:
     ("settings", "steps"),
     [([], 20), (["trainer.batch_size=40"], 32), (["runtime.searchers=8"], 50)],
 )
-def test_a_window_is_as_long_as_what_arrives_at_once(settings: list[str], steps: int) -> None:
+def test_a_window_is_as_long_as_what_arrives_at_once(settings, steps):
     assert load(None, ["sampling.samples=20", *settings]).reuse_window == steps
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "-inf", "0.001", "true", "'4'"])
-def test_a_limit_that_makes_no_sense_is_refused(value: str) -> None:
+def test_a_limit_that_makes_no_sense_is_refused(value):
     with pytest.raises(ValueError, match=r"runtime\.max_reuse = "):
         load(None, [f"runtime.max_reuse={value}"])
 
@@ -212,7 +208,7 @@ def most_reuse(rows: list[dict[str, Any]]) -> float:
     ],
     ids=["slow", "rejected", "again", "small buffer", "fresh", "below 1", "nothing comes"],
 )  # fmt: skip
-def test_a_run_trains_on_a_sample_as_often_as_it_may(fed: Any, given: dict[str, Any]) -> None:
+def test_a_run_trains_on_a_sample_as_often_as_it_may(fed, given):
     """Never more, and hardly less: the trainer waits for no more than it needs."""
     given = dict(given)
     chosen = given.pop("settings", ())
@@ -222,7 +218,7 @@ def test_a_run_trains_on_a_sample_as_often_as_it_may(fed: Any, given: dict[str, 
     assert 0.85 * limit <= most_reuse(rows) <= limit
 
 
-def test_a_trainer_with_enough_data_never_waits(fed: Any) -> None:
+def test_a_trainer_with_enough_data_never_waits(fed):
     """Three groups of four samples are a batch; one comes in a step."""
     searchers, rows = fed("run.steps=60", a_step=1.0)
     assert searchers.waited_for == 2  # in the first fill
@@ -230,12 +226,12 @@ def test_a_trainer_with_enough_data_never_waits(fed: Any) -> None:
     assert rows[-1]["samples_trained"] == 60 * 12
 
 
-def test_without_a_limit_the_trainer_waits_for_the_first_fill_only(fed: Any) -> None:
+def test_without_a_limit_the_trainer_waits_for_the_first_fill_only(fed):
     searchers, rows = fed("run.steps=60", "runtime.max_reuse=inf", a_step=0.01)
     assert searchers.waited_for == rows[-1]["buffer/added"] // 4 == 3
 
 
-def test_a_stop_while_the_trainer_waits_saves_and_the_resumed_run_waits_on(fed: Any) -> None:
+def test_a_stop_while_the_trainer_waits_saves_and_the_resumed_run_waits_on(fed):
     _, rows = fed("run.steps=40", stop_after=10, a_step=0.0)
     assert 0 < len(rows) < 40
     searchers, again = fed(resume=True, a_step=0.0)
@@ -245,7 +241,7 @@ def test_a_stop_while_the_trainer_waits_saves_and_the_resumed_run_waits_on(fed: 
 
 
 @pytest.mark.parametrize("fresh", [[], ["runtime.fresh=1"]], ids=["fresh 0", "fresh 1"])
-def test_a_resumed_run_takes_no_step_on_an_old_buffer_alone(fed: Any, fresh: list[str]) -> None:
+def test_a_resumed_run_takes_no_step_on_an_old_buffer_alone(fed, fresh):
     """Also where the limit would admit some. A run with no step left waits for nothing."""
     fed("run.steps=4", *fresh, a_step=9.0)
     searchers, rows = fed("run.steps=4", resume=True)
@@ -255,13 +251,13 @@ def test_a_resumed_run_takes_no_step_on_an_old_buffer_alone(fed: Any, fresh: lis
     assert rows[4]["buffer/added"] >= rows[3]["buffer/added"] + 3 * 4
 
 
-def test_a_run_whose_samples_cannot_be_stored_ends_with_a_sentence(fed: Any) -> None:
+def test_a_run_whose_samples_cannot_be_stored_ends_with_a_sentence(fed):
     """They arrive, so that no deadline is missed, and never enter."""
     with pytest.raises(SearchError, match=r"too few samples for a step.*not_finite"):
         fed("run.steps=4", reward=float("nan"))
 
 
-def test_the_local_runtime_searches_what_is_missing(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_local_runtime_searches_what_is_missing(tiny_model, tmp_path):
     """And goes on exactly where it was."""
     few = ("runtime.fresh=1", "runtime.max_reuse=1.6", "runtime.prompts_per_task=2")
     resumes_exactly(tiny_model, tmp_path, *few, "eval.prompts=0")
@@ -270,7 +266,7 @@ def test_the_local_runtime_searches_what_is_missing(tiny_model: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_on_ray_a_resumed_run_waits_for_new_groups(tiny_model: Path, tmp_path: Path) -> None:
+def test_on_ray_a_resumed_run_waits_for_new_groups(tiny_model, tmp_path):
     """Of the searchers, which are far slower than the trainer; the run began in one process."""
     folder, slow = tmp_path / "run", ("engine=scripted", "engine.latency=0.3")
     run_and_keep(config(tiny_model, folder, *slow, "eval.prompts=0", "run.steps=6"))

@@ -1,14 +1,10 @@
 """Signs of life: a line before PyTorch is imported, and what the trainer waits for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from build import config
 
 from tba.assemble import run
@@ -32,7 +28,7 @@ main()
 """
 
 
-def test_the_first_line_takes_under_a_second_of_the_processor_and_comes_before_torch() -> None:
+def test_the_first_line_takes_under_a_second_of_the_processor_and_comes_before_torch():
     """Unlike seconds by the clock, those of the processor hardly depend on what else runs."""
     command = [sys.executable, "-c", FIRST_OUTPUT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -41,9 +37,7 @@ def test_the_first_line_takes_under_a_second_of_the_processor_and_comes_before_t
     assert float(seconds) < 1.0
 
 
-def test_a_run_in_one_process_tells_each_of_its_phases(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_one_process_tells_each_of_its_phases(tiny_model, tmp_path, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(Console, "phase", lambda self, text: told.append(text))
     settings = ("run.steps=1", "eval.prompts_per_task=2", "runtime.prompts_per_task=2")
@@ -61,7 +55,7 @@ def test_a_run_in_one_process_tells_each_of_its_phases(
     ]
 
 
-def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch):
     bind_ray(None)
     from tba.runtime import pool as module
 

@@ -1,7 +1,5 @@
 """Cores and GPUs are divided between trainer and searchers, on one machine and on a cluster."""
 
-from __future__ import annotations
-
 import platform
 import resource
 import tempfile
@@ -44,13 +42,11 @@ HELD: list[Any] = []
         (8, 6, (0, 1), [(core,) for core in range(2, 8)]),
     ],
 )
-def test_cores_of_one_machine_are_divided(
-    cores: int, searchers: int, trainer: tuple[int, ...], others: list[tuple[int, ...]]
-) -> None:
+def test_cores_of_one_machine_are_divided(cores, searchers, trainer, others):
     assert divide(list(range(cores)), searchers) == (trainer, others)
 
 
-def test_ranks_divide_the_cores_of_the_trainer() -> None:
+def test_ranks_divide_the_cores_of_the_trainer():
     assert Place("cpu", (0, 1, 2, 3)).divided(2) == [Place("cpu", (0, 1)), Place("cpu", (2, 3))]
     assert Place("cpu", (0,)).divided(2) == [Place("cpu", (0,))] * 2
 
@@ -70,13 +66,11 @@ def test_ranks_divide_the_cores_of_the_trainer() -> None:
         ("GPU", 1, 0, 1, (0, 1.0)),
     ],
 )
-def test_gpus_are_shared(
-    kind: str, total: int, trainer: int, searchers: int, expected: tuple[int, float]
-) -> None:
+def test_gpus_are_shared(kind, total, trainer, searchers, expected):
     assert share(kind, total, trainer, searchers) == expected
 
 
-def test_a_range_of_searchers_needs_whole_gpus_or_cpus() -> None:
+def test_a_range_of_searchers_needs_whole_gpus_or_cpus():
     wide = RuntimeTable(address="auto", searchers=SearcherRange(min=2, max=8))
     assert needs(wide, "CPU", 0.0, each=2) == (2, {"CPU": 1.0})
     assert needs(wide, "GPU", 0.5, each=1) == (2, {"GPU": 1.0})
@@ -86,7 +80,7 @@ def test_a_range_of_searchers_needs_whole_gpus_or_cpus() -> None:
     assert needs(RuntimeTable(searchers=3), "CPU", 0.0, each=1) == (3, {"CPU": 0.0})
 
 
-def test_too_few_gpus_are_one_sentence() -> None:
+def test_too_few_gpus_are_one_sentence():
     with pytest.raises(ValueError, match=r"devices = 4, but Ray has 4 GPUs, of which searchers "):
         share("GPU", 4, 4, 1)
     with pytest.raises(ValueError, match=r"devices = 3, but Ray has 2 CPUs: lower"):
@@ -98,7 +92,7 @@ def test_too_few_gpus_are_one_sentence() -> None:
         check_room([3, 4, 0], searchers=4, each=2, kind="GPU")
 
 
-def test_the_reserved_gpu_is_named_as_torch_counts() -> None:
+def test_the_reserved_gpu_is_named_as_torch_counts():
     assert reserved_device("2", None) == "cuda:2"
     assert reserved_device("2", "3, 2") == "cuda:1"
     with pytest.raises(ValueError, match="add 2 to it"):
@@ -112,7 +106,7 @@ def sessions() -> Iterator[Path]:
         yield Path(folder)
 
 
-def assigned(slots: Sequence[Slot]) -> list[list[str]]:
+def assigned(slots: "Sequence[Slot]") -> list[list[str]]:
     """Return the GPUs that Ray gives to processes in these slots."""
     import ray
 
@@ -125,9 +119,7 @@ def assigned(slots: Sequence[Slot]) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_ranks_and_searchers_have_gpus_of_their_own_on_one_machine(
-    monkeypatch: pytest.MonkeyPatch, sessions: Path
-) -> None:
+def test_ranks_and_searchers_have_gpus_of_their_own_on_one_machine(monkeypatch, sessions):
     """A private Ray that is told of four GPUs; engines on two of them need no other cluster."""
     bind_ray(None)
     from tba.runtime.cluster import open_cluster
@@ -146,7 +138,7 @@ def test_ranks_and_searchers_have_gpus_of_their_own_on_one_machine(
 
 
 @pytest.mark.slow
-def test_gpus_of_several_machines(monkeypatch: pytest.MonkeyPatch, sessions: Path) -> None:
+def test_gpus_of_several_machines(monkeypatch, sessions):
     """A Ray of two machines that are told to have one GPU and two; the driver is on the first.
 
     Slow because of two raylets; the tests of shares above have the numbers.
@@ -201,7 +193,7 @@ def test_gpus_of_several_machines(monkeypatch: pytest.MonkeyPatch, sessions: Pat
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_tensors_reuse_the_memory_of_others() -> None:
+def test_tensors_reuse_the_memory_of_others():
     """Ten tensors have 43,000 pages, the last one 20,000; once memory has grown, few are new."""
     reuse_memory()
     faults = []

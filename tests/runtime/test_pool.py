@@ -1,7 +1,5 @@
 """Searchers that are slow or fail: few copies of weights, patient restarts, no prompt twice."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
@@ -56,7 +54,7 @@ class Method:
 
     slot: Slot
 
-    def options(self, concurrency_group: str) -> Method:
+    def options(self, concurrency_group: str) -> "Method":
         return self
 
     def remote(self, *arguments: Any) -> Any:
@@ -121,7 +119,7 @@ def sent(pool: Pool) -> set[int]:
     return {task.weights.version for task in tasks if task.weights is not None}
 
 
-def test_slow_searchers_keep_few_versions_of_the_weights(pool: Pool) -> None:
+def test_slow_searchers_keep_few_versions_of_the_weights(pool):
     """One of them takes each version, and the others none before the last."""
     for version in range(1, 40):
         pool.newest = Sent(version, None)
@@ -138,9 +136,7 @@ def test_slow_searchers_keep_few_versions_of_the_weights(pool: Pool) -> None:
     assert {one.version for one in pool.handles} == {39} and sent(pool) == {39}
 
 
-def test_restarts_in_a_row_wait_ever_longer(
-    pool: Pool, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_in_a_row_wait_ever_longer(pool, clock, monkeypatch):
     """Those of one searcher, until it delivers something; the others are restarted at once."""
     monkeypatch.setattr(Handle, "kill", lambda self: None)
     own, waits = pool.handles[3].slot, []
@@ -177,7 +173,7 @@ class Wish:
     def machine(self) -> str | None:
         return self.room
 
-    def anew(self) -> Wish:
+    def anew(self) -> "Wish":
         self.renewed = Wish()
         return self.renewed
 
@@ -191,7 +187,7 @@ def wide(calls: Calls, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Pool:
     return Pool(lambda slot, newest: (None, None), settings, calls, clock)
 
 
-def test_a_range_has_a_searcher_wherever_there_is_room(wide: Pool, clock: Clock) -> None:
+def test_a_range_has_a_searcher_wherever_there_is_room(wide, clock):
     wishes: list[Any] = [Wish() for _ in range(4)]
     wide.fill(wishes)
     wishes[0].room = wishes[2].room = "one"
@@ -219,7 +215,7 @@ def test_a_range_has_a_searcher_wherever_there_is_room(wide: Pool, clock: Clock)
     assert [handle.machine for handle in wide.handles] == ["one", "third", "one"]
 
 
-def test_too_few_searchers_for_too_long_end_the_run(wide: Pool, clock: Clock) -> None:
+def test_too_few_searchers_for_too_long_end_the_run(wide, clock):
     wishes: list[Any] = [Wish() for _ in range(4)]
     wide.fill(wishes)
     wishes[0].room = wishes[1].room = "one"
@@ -285,9 +281,7 @@ def one_ends(refs: list[Call]) -> list[Call]:
     return sorted(searches, key=lambda ref: ref.slot.place.cores)[:1]
 
 
-def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(
-    opens: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(opens, monkeypatch):
     """Two results of one searcher are there at once, and the first leads to its restart.
 
     The prompts of both are issued again: taking the second would count its prompts twice.
@@ -333,7 +327,7 @@ def raised(error: Exception) -> Exception:
     return RayTaskError("search", traceback, error, "searcher", 1, "::1").as_instanceof_cause()
 
 
-def test_an_error_in_code_or_settings_is_one_before_which_the_run_is_saved(opens: Opens) -> None:
+def test_an_error_in_code_or_settings_is_one_before_which_the_run_is_saved(opens):
     def received(ref: Call) -> SearchResult:
         raise raised(RuntimeError("CUDA out of memory"))
 
@@ -344,9 +338,7 @@ def test_an_error_in_code_or_settings_is_one_before_which_the_run_is_saved(opens
 
 
 @pytest.mark.parametrize("error", [GetTimeoutError("slow"), ObjectLostError("ab", None, "")])
-def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(
-    opens: Opens, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(opens, monkeypatch, error):
     def get(reference: Any, timeout: float) -> Weights:
         raise error
 
@@ -368,7 +360,7 @@ def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(
         ObjectStore(2.5).receive(Sent(3, Buckets([], None)))
 
 
-def test_large_weights_are_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_several_objects(monkeypatch):
     """A part is put as soon as the next tensor would not fit."""
     stored: list[dict[str, np.ndarray]] = []
 
@@ -389,7 +381,7 @@ def test_large_weights_are_several_objects(monkeypatch: pytest.MonkeyPatch) -> N
     assert weights.version == 3 and [*weights.arrays] == [*tensors]
 
 
-def test_a_reference_that_was_sent_is_in_the_checkpoint(opens: Opens) -> None:
+def test_a_reference_that_was_sent_is_in_the_checkpoint(opens):
     """Also if Ray is lost: it is in memory that the train loop maps."""
     searchers = opens(one_ends, found)
     searchers.reset_reference(SharedMemory().send(3, [("parameter", torch.ones(2, 3))], None))
@@ -398,9 +390,7 @@ def test_a_reference_that_was_sent_is_in_the_checkpoint(opens: Opens) -> None:
     np.testing.assert_array_equal(reference.arrays["parameter"], np.ones((2, 3)))
 
 
-def test_searchers_of_a_lost_machine_are_one_failure(
-    opens: Opens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searchers_of_a_lost_machine_are_one_failure(opens, monkeypatch):
     """Two of four die. Their prompts are issued again, and are not to blame."""
     asked: list[str] = []
 

@@ -1,11 +1,8 @@
 """Weights are published in the background: the newest first, from at most two copies."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from suite import until
 from tba.engines import SearchError
 from tba.learn.publish import answer, probe_tokens, sequences_of
 from tba.runtime.deadline import bind_ray
-from tba.types import Batch
 from tba.weights import Sent, as_tensor
 
 bind_ray(None)
@@ -41,7 +37,7 @@ class Post:
         self.versions.append(sent.version)
 
 
-def test_what_waits_is_replaced_by_what_is_newer() -> None:
+def test_what_waits_is_replaced_by_what_is_newer():
     post, source = Post(), Given(ready=threading.Event())
     post.publisher.publish(source, 1)
     until(lambda: post.publisher._sending_since is not None, SECONDS)
@@ -57,7 +53,7 @@ def test_what_waits_is_replaced_by_what_is_newer() -> None:
     assert not post.publisher._thread.is_alive()
 
 
-def test_an_error_ends_the_thread_and_not_the_wait() -> None:
+def test_an_error_ends_the_thread_and_not_the_wait():
     post = Post()
     post.publisher.publish(Given(error="no memory"), 1)
     post.publisher.finish()
@@ -68,7 +64,7 @@ def test_an_error_ends_the_thread_and_not_the_wait() -> None:
     post.publisher.close()
 
 
-def test_every_wait_has_a_deadline() -> None:
+def test_every_wait_has_a_deadline():
     post, source = Post(deadline=0.01), Given(ready=threading.Event())
     post.publisher.publish(source, 1)
     with pytest.raises(TimeoutError, match=r"runtime\.task_deadline = 0\.01 s; raise"):
@@ -81,9 +77,7 @@ def test_every_wait_has_a_deadline() -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_copy_keeps_the_weights_while_training_goes_on(
-    tiny_model: Path, batch: Batch, bf16: bool
-) -> None:
+def test_a_copy_keeps_the_weights_while_training_goes_on(tiny_model, batch, bf16):
     """It gives the same weights and the same probe as the trainer gave at its time."""
     t = trainer(tiny_model, f"engine.dtype={'bf16' if bf16 else 'fp32'}")
     assert t.send(version=0).parcel.probe is not None  # before the first step
@@ -103,7 +97,7 @@ def test_a_copy_keeps_the_weights_while_training_goes_on(
     assert t._free == [free]
 
 
-def test_a_copy_shares_what_is_not_trained(tiny_model: Path, batch: Batch) -> None:
+def test_a_copy_shares_what_is_not_trained(tiny_model, batch):
     """Only the trained parameters are copied and published."""
     t = trainer(tiny_model)
     frozen, *others = t.policy.model.parameters()
@@ -118,7 +112,7 @@ def test_a_copy_shares_what_is_not_trained(tiny_model: Path, batch: Batch) -> No
     assert [p.data_ptr() for p in shared] == [frozen.data_ptr()]
 
 
-def test_a_reference_is_in_fp32(tiny_model: Path) -> None:
+def test_a_reference_is_in_fp32(tiny_model):
     """The trainer and the reference compute alike, whatever the engine computes in."""
     t = trainer(tiny_model, "engine.dtype=bf16")
     model = t.policy.model

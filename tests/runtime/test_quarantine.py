@@ -1,7 +1,5 @@
 """A prompt that ends what scores or searches it is left out after two deaths, and a run goes on."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -46,7 +44,7 @@ def search(stream: PromptStream, count: int, died: str = "") -> tuple[list[str],
 # The scoring process
 
 
-def test_a_prompt_is_left_out_after_two_deaths_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prompt_is_left_out_after_two_deaths_in_a_row(caplog):
     stream = stream_of()
     searched, quarantined = search(stream, 10, died="p2")
     assert searched.count("p2") == 2 and quarantined == 1
@@ -56,20 +54,20 @@ def test_a_prompt_is_left_out_after_two_deaths_in_a_row(caplog: pytest.LogCaptur
     assert all(searched.count(name) == 5 for name in ("p0", "p1", "p3", "p4"))
 
 
-def test_a_prompt_that_is_scored_between_two_deaths_stays() -> None:
+def test_a_prompt_that_is_scored_between_two_deaths_stays():
     stream = stream_of()
     for died in ("p2", "", "p2", "", "p2"):
         assert search(stream, 5, died)[1] == 0
     assert search(stream, 5)[0].count("p2") == 1
 
 
-def test_no_prompt_is_left_out_if_quarantine_is_zero(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_prompt_is_left_out_if_quarantine_is_zero(caplog):
     searched, quarantined = search(stream_of(quarantine=0), 25, died="p2")
     assert searched.count("p2") == 5 and quarantined == 0
     assert not caplog.records
 
 
-def test_a_selection_without_any_other_prompt_is_told() -> None:
+def test_a_selection_without_any_other_prompt_is_told():
     stream = PromptStream(PROMPTS[:1], Cyclic(PROMPTS[:1], 0, None))
     search(stream, 2, died="p0")
     with pytest.raises(SearchError, match=r"in quarantine(.|\n)*resume with reward\.quarantine=0"):
@@ -79,7 +77,7 @@ def test_a_selection_without_any_other_prompt_is_told() -> None:
 # The searcher
 
 
-def test_prompts_of_two_searchers_that_died_in_a_row_are_left_out() -> None:
+def test_prompts_of_two_searchers_that_died_in_a_row_are_left_out():
     """What is searched between two deaths is cleared."""
     stream = stream_of()
     task = stream.take(3)
@@ -101,7 +99,7 @@ def resumed(stream: PromptStream, quarantine: int = 2) -> PromptStream:
     return again
 
 
-def test_deaths_are_remembered() -> None:
+def test_deaths_are_remembered():
     """By each session."""
     stream = stream_of()
     stream.died(stream.take(1))
@@ -157,9 +155,7 @@ def deaths(folder: Path) -> dict[str, int]:
     return state["cursor"].get("deaths", {})
 
 
-def test_a_run_goes_on_without_a_prompt_that_ends_its_scoring_process(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_goes_on_without_a_prompt_that_ends_its_scoring_process(tiny_model, tmp_path, caplog):
     """Also if it is resumed before the second death; then the prompt is searched again."""
     folder, task = tmp_path / "run", settings(tmp_path, rows=7)
     with caplog.at_level(logging.WARNING):
@@ -176,7 +172,7 @@ def test_a_run_goes_on_without_a_prompt_that_ends_its_scoring_process(
     assert calls(tmp_path) > 2
 
 
-def test_a_run_whose_reward_no_longer_works_is_saved(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_whose_reward_no_longer_works_is_saved(tiny_model, tmp_path):
     folder, task = tmp_path / "run", settings(tmp_path, rows=30, fault="later", others="later")
     with pytest.raises(SearchError, match=r"samples were rejected(.|\n)*no judge any more"):
         run(config(tiny_model, folder, *task, "reward.isolate=process"))
@@ -195,9 +191,7 @@ SCRIPTED = (
 
 
 @pytest.mark.fault
-def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_prompt_that_ends_its_searcher_costs_two_restarts(tiny_model, tmp_path):
     """Prompts that were in flight both times may be left out as well; each one is counted."""
     prompts = [Prompt(f"{i}", f"{i}+1=") for i in range(899)]
     poison = str(Cyclic(prompts, seed_of(0, Use.SELECTION, 0), None).choose(11)[10].text)
@@ -219,8 +213,8 @@ def test_a_prompt_that_ends_its_searcher_costs_two_restarts(
 
 @pytest.mark.fault
 def test_a_run_that_gives_up_is_saved_and_does_not_die_at_the_same_prompt_for_ever(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+    tiny_model, tmp_path
+):
     folder, task = tmp_path / "run", settings(tmp_path, rows=8)
     given_up = r"a searcher died after runtime\.max_restarts = 0 restarts"
     chosen = ray_config(

@@ -1,7 +1,5 @@
 """Searchers in processes of their own: killed, hung, and gone without a trace afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -52,9 +50,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_neither_side_waits_and_the_phases_are_told(
-    tiny_model: Path, tmp_path: Path, sent: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_neither_side_waits_and_the_phases_are_told(tiny_model, tmp_path, sent, capsys):
     """A search takes far longer than a step: all that the trainer waits would not pay for one.
 
     The baseline, of two pieces, goes first. Only the user enters the folder of the private Ray.
@@ -86,7 +82,7 @@ def test_neither_side_waits_and_the_phases_are_told(
     assert places == sorted(places)
 
 
-def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
+def test_weights_reach_the_searchers(tiny_model, tmp_path):
     """Versions travel on the data, and after a load both sides compute the same log-probs.
 
     Evaluations, of a piece for each prompt, are those of another process with the same weights.
@@ -111,9 +107,7 @@ def test_weights_reach_the_searchers(tiny_model: Path, tmp_path: Path) -> None:
             assert scores[name] == pytest.approx(again[name], abs=1e-5)
 
 
-def test_search_and_learning_take_turns(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_and_learning_take_turns(tiny_model, tmp_path, monkeypatch):
     """lag = 0 on two searchers: all is on policy, both have work, and none has too much.
 
     A new reference arrives in its turn, and so do values.
@@ -159,9 +153,7 @@ def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.fault
-def test_an_interrupted_run_listens_on_loopback_and_leaves_nothing_behind(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_listens_on_loopback_and_leaves_nothing_behind(tiny_model, tmp_path):
     """Ctrl-C reaches every process of the group."""
     folder = tmp_path / "run"
     with nothing_is_left() as processes:

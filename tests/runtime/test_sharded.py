@@ -1,9 +1,6 @@
 """Runs whose trainer is divided over two ranks on this machine."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ TWO = (
 )  # fmt: skip
 
 
-def test_a_run_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks(tiny_model, tmp_path):
     """In tests/learn/test_divided.py, any number of ranks goes on from a checkpoint."""
     folder = tmp_path / "run"
     run(ray_config(tiny_model, folder, *TWO, "run.steps=3"))
@@ -34,9 +31,7 @@ def test_a_run_of_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_two_ranks_equals_the_uninterrupted_one(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_of_two_ranks_equals_the_uninterrupted_one(tiny_model, tmp_path):
     """Bit for bit, in lockstep with one searcher."""
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(ray_config(tiny_model, whole, *TWO, "run.steps=4"))
@@ -52,7 +47,7 @@ def test_a_resumed_run_of_two_ranks_equals_the_uninterrupted_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_train_like_one_process(tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_process(tmp_path):
     """20 steps of the default task at its rate, in lockstep, with one searcher."""
     rows: list[list[dict[str, float]]] = []
     weights: list[dict[str, torch.Tensor]] = []

@@ -1,19 +1,15 @@
 """64 sessions at once, in which everything happens that a program can do wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
 from itertools import cycle, islice
 
 import psutil
 import pytest
 from talk import agent_config, dialogue_config, dialogue_model
 
-from tba.config.schema import Config
 from tba.runs.setup import check
 from tba.search.agents import Endpoint
 from tba.search.result import SearchResult
@@ -50,9 +46,7 @@ def running(endpoint: Endpoint) -> set[str]:
     return asyncio.run_coroutine_threadsafe(names(), endpoint.loop).result(30)
 
 
-def test_each_session_ends_as_a_trajectory_or_as_a_named_rejection(
-    agent: Callable[..., Config],
-) -> None:
+def test_each_session_ends_as_a_trajectory_or_as_a_named_rejection(agent):
     """And no task, connection, process or port is left, also if the program's process dies."""
     kinds = [*islice(cycle(REASONS), PROMPTS), "dies", *["sound"] * (2 * PROMPTS + 1)]
     rows = [{"prompt": f"Say {i}", "kind": kind} for i, kind in enumerate(kinds)]

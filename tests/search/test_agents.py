@@ -1,19 +1,14 @@
 """Programs that talk to the policy over HTTP: sessions, forks, faults, and whole runs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from build import resumes_exactly
 from conftest import EOS
-from talk import TESTS, Held, agent_config, call, dialogue_config, dialogue_model, held_sessions
+from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
-from tba.config.schema import Config
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
 from tba.search.searcher import Searcher
@@ -40,9 +35,7 @@ def shown(searcher: Searcher, group: Group, k: int = 0) -> list[str]:
     return texts
 
 
-def test_a_session_is_the_dialogue_that_an_environment_would_have_held(
-    config: Callable[..., Config], agent: Callable[..., Config], held: Held
-) -> None:
+def test_a_session_is_the_dialogue_that_an_environment_would_have_held(config, agent, held):
     """The same tokens and masks: the program does over HTTP what the tool does in the searcher."""
     turns = (f"Let me see. {call('double', n=21)}", "It is 42.")
     _, by_tool = held(config(*turns, environment=f"{TESTS}/programs.py:Doubles"))
@@ -66,9 +59,7 @@ def test_a_session_is_the_dialogue_that_an_environment_would_have_held(
         ("none", "none"), ("hangs", "timeout"), ("dies", "died"), ("prints", None),
     ],
 )  # fmt: skip
-def test_a_program_that_fails_costs_its_sample(
-    kind: str, reason: str | None, agent: Callable[..., Config], held: Held
-) -> None:
+def test_a_program_that_fails_costs_its_sample(kind, reason, agent, held):
     """Never a reward of 0: the sample is rejected with its reason, and others go on."""
     rows = [{"prompt": "Say 0", "kind": kind}, *[{"prompt": f"Say {i}", "kind": "sound"} for i in range(1, 8)]]  # noqa: E501  # fmt: skip
     deadline = 2.0 if kind == "hangs" else 60.0
@@ -79,18 +70,14 @@ def test_a_program_that_fails_costs_its_sample(
     assert [len(g.trajectories) for g in again.groups] == [2, 2]
 
 
-def test_what_cannot_be_done_is_refused_in_a_sentence(
-    agent: Callable[..., Config], held: Held
-) -> None:
+def test_what_cannot_be_done_is_refused_in_a_sentence(agent, held):
     config = agent("refused", "1", max_calls=3, settings=["objective=grpo"])
     _, result = held(config)
     assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0], result
     assert result.stats.counts["agents/refused"] > 10
 
 
-def test_a_rewritten_past_is_a_new_context_of_the_same_session(
-    agent: Callable[..., Config], held: Held
-) -> None:
+def test_a_rewritten_past_is_a_new_context_of_the_same_session(agent, held):
     """A shared reply is sampled once; each context brings what stands before its new replies."""
     searcher, result = held(agent("forgets", "one", "two"))
     (group,) = result.groups
@@ -106,9 +93,7 @@ def test_a_rewritten_past_is_a_new_context_of_the_same_session(
     assert len(contexts.ids) == 1 + 3 * 2
 
 
-def test_sessions_that_begin_unlike_share_what_they_begin_with(
-    agent: Callable[..., Config], held: Held
-) -> None:
+def test_sessions_that_begin_unlike_share_what_they_begin_with(agent, held):
     searcher, result = held(agent("greets", "1"))
     (group,) = result.groups
     decode = searcher.text.tokenizer.decode
@@ -120,9 +105,7 @@ def test_sessions_that_begin_unlike_share_what_they_begin_with(
 
 
 @pytest.mark.parametrize("program", ["at_once", "streams", "Counts", "once"])
-def test_clients_of_all_kinds_are_served(
-    program: str, agent: Callable[..., Config], held: Held
-) -> None:
+def test_clients_of_all_kinds_are_served(program, agent, held):
     _, result = held(agent(program, "12", "3", settings=["engine.latency=0.2"]))
     (group,) = result.groups
     expected = 2.0 if program == "once" else 1.0
@@ -131,9 +114,7 @@ def test_clients_of_all_kinds_are_served(
         assert result.stats.counts["agents/calls"] == 4  # not 6: one reply for two connections
 
 
-def test_a_reply_that_nobody_read_is_not_trained_on(
-    agent: Callable[..., Config], held: Held
-) -> None:
+def test_a_reply_that_nobody_read_is_not_trained_on(agent, held):
     """The next try takes its place: one call, with the seed of the first."""
     settings = ["engine.latency=0.5"]
     searcher, result = held(agent("gives_up", "1", settings=settings))
@@ -143,16 +124,14 @@ def test_a_reply_that_nobody_read_is_not_trained_on(
     assert [len(shown(searcher, group, k)) for k in range(2)] == [1, 1]
 
 
-def test_a_program_has_the_secrets_that_it_is_given(
-    agent: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, held: Held
-) -> None:
+def test_a_program_has_the_secrets_that_it_is_given(agent, monkeypatch, held):
     monkeypatch.setenv("SOME_API_KEY", "hidden-value")
     monkeypatch.setenv("MINE", "mine")
     _, result = held(agent("secret", "1", settings=['task.env={OWN_TOKEN="env:MINE"}']))
     assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0]
 
 
-def test_a_run_trains_on_sessions_and_resumes(agent: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_run_trains_on_sessions_and_resumes(agent, tmp_path):
     """Contexts pass through buffer, trainer, evaluation and checkpoint."""
     config = agent("forgets", "one", "two", settings=["eval.every=1", "checkpoint.every=1"])
     summary = run(config)
@@ -170,8 +149,6 @@ def test_a_run_trains_on_sessions_and_resumes(agent: Callable[..., Config], tmp_
         (["task.env={KEY='plain'}"], "is a secret"),
     ],
 )
-def test_wrong_settings_are_named_before_anything_starts(
-    settings: list[str], why: str, agent: Callable[..., Config]
-) -> None:
+def test_wrong_settings_are_named_before_anything_starts(settings, why, agent):
     with pytest.raises(ValueError, match=why):
         check(agent("once", "1", settings=settings))

@@ -1,7 +1,5 @@
 """Tools in a chat template: what the policy reads, and what it has written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +65,7 @@ def tokens(chat: Chat, written: str) -> np.ndarray:
     return np.array(chat.text.tokenizer(written)["input_ids"], np.int32)
 
 
-def test_schemas_come_from_signatures_and_docstrings() -> None:
+def test_schemas_come_from_signatures_and_docstrings():
     by_name = {name: schema["function"] for name, schema in TOOLS.schemas.items()}
     assert sorted(by_name) == ["divide", "double", "hang", "later", "leave"]
     assert by_name["double"] == {
@@ -82,9 +80,7 @@ def test_schemas_come_from_signatures_and_docstrings() -> None:
     }
 
 
-def test_the_system_message_describes_tools_where_the_template_does_not(
-    chat: Callable[..., Chat],
-) -> None:
+def test_the_system_message_describes_tools_where_the_template_does_not(chat):
     simple = chat(SIMPLE)
     assert not simple.describes_tools
     read = shown(simple, simple.encode(Prompt("a", "What is twice 4?"), " Be quick."))
@@ -98,13 +94,13 @@ def test_the_system_message_describes_tools_where_the_template_does_not(
     assert messages[0]["content"] == "Be kind."  # the row stays as it is
 
 
-def test_the_template_describes_tools_where_it_can(chat: Callable[..., Chat]) -> None:
+def test_the_template_describes_tools_where_it_can(chat):
     knowing = chat(KNOWING)
     read = shown(knowing, knowing.encode(Prompt("a", [{"role": "user", "content": "Hi"}]), "!"))
     assert read == "[tools]divide;double;hang;later;leave;<user>Hi!\n<assistant>"
 
 
-def test_the_reply_begins_where_the_turn_has_ended(chat: Callable[..., Chat]) -> None:
+def test_the_reply_begins_where_the_turn_has_ended(chat):
     """With or without the token that ends it; what the template adds after it belongs to it."""
     results = [{"role": "tool", "name": "double", "content": c} for c in ("8", "4")]
     knowing = chat(KNOWING)
@@ -137,7 +133,7 @@ WRITTEN: dict[str, tuple[str, str, list[Any]]] = {
 
 
 @pytest.mark.parametrize("case", WRITTEN)
-def test_calls_are_read(case: str, chat: Callable[..., Chat]) -> None:
+def test_calls_are_read(case, chat):
     written, content, expected = WRITTEN[case]
     simple = chat(SIMPLE)
     message, calls = simple.read(tokens(simple, "[user]"), tokens(simple, written + EOS), ())
@@ -148,7 +144,7 @@ def test_calls_are_read(case: str, chat: Callable[..., Chat]) -> None:
     assert message.get("tool_calls", []) == [{"type": "function", "function": s} for s in sound]
 
 
-def test_a_turn_may_end_with_a_stop_string(chat: Callable[..., Chat]) -> None:
+def test_a_turn_may_end_with_a_stop_string(chat):
     """Of a call, which is read nevertheless, or of a text, which ends before it."""
     simple, context = chat(SIMPLE), np.array([3], np.int32)
     stop = ("</tool_call>", "\n")
@@ -158,7 +154,7 @@ def test_a_turn_may_end_with_a_stop_string(chat: Callable[..., Chat]) -> None:
     assert (message, calls) == ({"role": "assistant", "content": "Eight."}, [])
 
 
-def test_the_tokenizer_may_define_how_calls_are_written(chat: Callable[..., Chat]) -> None:
+def test_the_tokenizer_may_define_how_calls_are_written(chat):
     own = KNOWING.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
     knowing = chat(own, parser=PARSER)
     context = tokens(knowing, "<user>Hi\n<assistant>")
@@ -192,9 +188,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_templates_that_cannot_hold_a_dialogue_are_refused(
-    case: str, chat: Callable[..., Chat]
-) -> None:
+def test_templates_that_cannot_hold_a_dialogue_are_refused(case, chat):
     template, told = WRONG[case]
     with pytest.raises(ValueError, match=told):
         chat(template)  # type: ignore[arg-type]

@@ -1,11 +1,7 @@
 """Dialogues with an environment: turns, tools that work and fail, limits, and whole runs."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +20,7 @@ from talk import (
 )
 
 from tba.assemble import run
-from tba.config.schema import Config, load
+from tba.config.schema import load
 from tba.engines._choice import shortened
 from tba.replay.files import load_groups
 from tba.runs.checkpoint import newest
@@ -38,9 +34,7 @@ from tba.types import Completion, Sampling
 __all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 
 
-def test_a_dialogue_is_what_was_sampled_with_the_replies_between(
-    config: Callable[..., Config],
-) -> None:
+def test_a_dialogue_is_what_was_sampled_with_the_replies_between(config):
     """Token by token, with log-probs where the policy spoke, 0 elsewhere, and EOS of each turn."""
     asks, told = call("double", n=21), "It is 42."
     searcher, result = searched(config(asks, told))
@@ -62,9 +56,7 @@ def test_a_dialogue_is_what_was_sampled_with_the_replies_between(
     )  # of two samples
 
 
-def test_a_reward_sees_messages_and_environments_as_in_trl(
-    config: Callable[..., Config],
-) -> None:
+def test_a_reward_sees_messages_and_environments_as_in_trl(config):
     parts = check(config(f"Let me see. {call('double', n=21)}", "It is 42."))
     searcher = parts.search_setup().build("cpu", False)
     prompts, guard = parts.prompts[:1], searcher.scoring
@@ -101,9 +93,7 @@ def soon(case: str) -> float:
 
 
 @pytest.mark.parametrize("case", FAILING)
-def test_the_policy_reads_of_a_failure_and_goes_on(
-    case: str, config: Callable[..., Config]
-) -> None:
+def test_the_policy_reads_of_a_failure_and_goes_on(case, config):
     asks, told = FAILING[case]
     searcher, result = searched(config(asks, "So be it.", tool_deadline=soon(case)))
     (group,) = result.groups
@@ -114,7 +104,7 @@ def test_the_policy_reads_of_a_failure_and_goes_on(
     assert not result.stats.rejected
 
 
-def test_several_calls_are_carried_out_in_order(config: Callable[..., Config]) -> None:
+def test_several_calls_are_carried_out_in_order(config):
     turn = call("double", n=1) + call("divide") + call("later", word="soon") + call("double", n=2)
     searcher, result = searched(config(turn, "Done."))
     assert replies(searcher, result.groups[0]) == [
@@ -123,7 +113,7 @@ def test_several_calls_are_carried_out_in_order(config: Callable[..., Config]) -
     assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (8, 2)
 
 
-def test_an_environment_that_hangs_is_left_alone(config: Callable[..., Config]) -> None:
+def test_an_environment_that_hangs_is_left_alone(config):
     """The call still runs, so that others would meet it there; and each would take its time."""
     turns = (call("hang") + call("double", n=1), call("double", n=2), "Done.")
     searcher, result = searched(config(*turns, tool_deadline=0.5))
@@ -133,7 +123,7 @@ def test_an_environment_that_hangs_is_left_alone(config: Callable[..., Config]) 
     assert others == [told, told]
 
 
-def test_a_dialogue_is_cut_by_the_limits(config: Callable[..., Config]) -> None:
+def test_a_dialogue_is_cut_by_the_limits(config):
     """In a turn, by a reply without room for another turn, or by the number of turns."""
     asks = call("double", n=21)
     one, reply = len(asks) + 1, len("[user]<tool_response>\n42\n</tool_response>[assistant]")
@@ -154,7 +144,7 @@ def test_a_dialogue_is_cut_by_the_limits(config: Callable[..., Config]) -> None:
     assert cut(400, max_turns=1) == (one, one, False, 1)
 
 
-def test_what_reset_says_ends_the_prompt(config: Callable[..., Config]) -> None:
+def test_what_reset_says_ends_the_prompt(config):
     rows = [{**row, "says": f" (of {i})"} for i, row in enumerate(ROWS)]
     searcher, result = searched(config("Well.", rows=rows), prompts=2)
     prompts = [searcher.text.decode(g.prompt_tokens) for g in result.groups]
@@ -172,9 +162,7 @@ def test_what_reset_says_ends_the_prompt(config: Callable[..., Config]) -> None:
         ("long", "raised", "context has room for 3096; lower sampling.max_tokens"),
     ],
 )
-def test_an_environment_that_cannot_be_reset_costs_its_samples_only(
-    kind: str, reason: str, told: str, config: Callable[..., Config]
-) -> None:
+def test_an_environment_that_cannot_be_reset_costs_its_samples_only(kind, reason, told, config):
     rows = [ROWS[0], {**ROWS[1], "kind": kind}, *ROWS[2:]]
     environment = f"{TESTS}/talk.py:Forgetful"
     options = {"rows": rows, "environment": environment, "tool_deadline": soon(kind)}
@@ -188,7 +176,7 @@ def test_an_environment_that_cannot_be_reset_costs_its_samples_only(
     assert not evaluate_held_out(searcher).scores["sampled_rejected"]
 
 
-def test_an_assistants_turn_in_a_prompt_is_not_trained(config: Callable[..., Config]) -> None:
+def test_an_assistants_turn_in_a_prompt_is_not_trained(config):
     chat = [("user", "Twice 2?"), ("assistant", "4"), ("user", "Twice 3?")]
     messages = [{"role": role, "content": content} for role, content in chat]
     rows = [{"prompt": messages, "kind": str(i)} for i in range(4)]
@@ -199,7 +187,7 @@ def test_an_assistants_turn_in_a_prompt_is_not_trained(config: Callable[..., Con
     assert group.trajectories[0].sampled is None
 
 
-def test_evaluations_hold_dialogues_too(config: Callable[..., Config]) -> None:
+def test_evaluations_hold_dialogues_too(config):
     """Lengths are of what was sampled; the examples show the whole dialogue."""
     asks = call("double", n=21)
     searcher, _ = searched(config(asks, "It is 42."))
@@ -213,7 +201,7 @@ def test_evaluations_hold_dialogues_too(config: Callable[..., Config]) -> None:
     assert "<tool_response>\n42\n" in example.completion and "It is 42." in example.completion
 
 
-def test_an_evaluation_set_has_the_tools_of_its_own_task(config: Callable[..., Config]) -> None:
+def test_an_evaluation_set_has_the_tools_of_its_own_task(config):
     """None here: what would be a call is a text."""
     settings = ("eval.sets.plain.use=arithmetic", "eval.sets.plain.prompts=2")
     searcher, _ = searched(config(call("double", n=21), "It is 42.", settings=settings))
@@ -258,15 +246,13 @@ class Picky:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_mistakes_are_told_before_anything_starts(case: str, config: Callable[..., Config]) -> None:
+def test_mistakes_are_told_before_anything_starts(case, config):
     options, told = WRONG[case]
     with pytest.raises(ValueError, match=re.escape(told)):
         check(config("Hi", **options))
 
 
-def test_an_environment_that_no_reward_takes_stays_with_the_searcher(
-    config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_an_environment_that_no_reward_takes_stays_with_the_searcher(config, tmp_path):
     """It may hold what cannot be pickled."""
     options = {"environment": f"{TESTS}/talk.py:Locked", "reward": f"{tmp_path}/rewards.py:blind"}
     check(config("Hi", isolate="process", **options))
@@ -274,20 +260,20 @@ def test_an_environment_that_no_reward_takes_stays_with_the_searcher(
     assert [t.reward for t in result.groups[0].trajectories] == [0.0, 0.0]
 
 
-def test_objectives_that_need_rollouts_are_refused(config: Callable[..., Config]) -> None:
+def test_objectives_that_need_rollouts_are_refused(config):
     c = config("Hi")
     c = c.model_copy(update={"objective": c.objective.model_copy(update={"use": "vineppo"})})
     with pytest.raises(ValueError, match="cannot go back there; choose another objective"):
         check(c)
 
 
-def test_a_mixture_has_no_dialogues(config: Callable[..., Config]) -> None:
+def test_a_mixture_has_no_dialogues(config):
     task = config("Hi").task
     with pytest.raises(ValueError, match="which a part of a mixture cannot have"):
         Mixture({"desk": Part(use=task.use, **task.options)})
 
 
-def test_rows_that_differ_in_their_columns_are_other_prompts(config: Callable[..., Config]) -> None:
+def test_rows_that_differ_in_their_columns_are_other_prompts(config):
     """An environment may begin differently by them, so that they are not held out and trained."""
     rows = [{"prompt": "Play", "kind": str(i)} for i in range(4)]
     assert len(check(config("Hi", rows=rows)).prompts) == 2
@@ -300,7 +286,7 @@ def completion(tokens: list[int], version: int, *switches: tuple[int, int]) -> C
     return Completion(np.array(tokens, np.int32), zeros, True, version, switches)
 
 
-def test_versions_of_turns_become_switches() -> None:
+def test_versions_of_turns_become_switches():
     reply = np.array([9, 9], np.int32)
     first = completion([1, 2, 3], 4, (1, 5))
     second = joined(first, reply, completion([4], 5))
@@ -312,7 +298,7 @@ def test_versions_of_turns_become_switches() -> None:
     assert np.flatnonzero(~third.sampled).tolist() == [3, 4, 6, 7]
 
 
-def test_a_turn_is_shortened_to_what_it_would_have_been() -> None:
+def test_a_turn_is_shortened_to_what_it_would_have_been():
     turn = completion([1, 2, 3], 4, (1, 5), (2, 6))
     assert shortened(turn, 3) is turn
     cut = shortened(turn, 2)
@@ -320,7 +306,7 @@ def test_a_turn_is_shortened_to_what_it_would_have_been() -> None:
     assert len(cut.logp) == 2
 
 
-def test_calls_run_side_by_side_up_to_a_deadline() -> None:
+def test_calls_run_side_by_side_up_to_a_deadline():
     def fail() -> None:
         raise KeyError("x")
 
@@ -330,7 +316,7 @@ def test_calls_run_side_by_side_up_to_a_deadline() -> None:
     assert within(0.05, [lambda: talk.CLOSING.wait(60), lambda: 2]) == [None, 2]
 
 
-def test_a_run_with_an_environment_resumes_exactly(tmp_path: Path) -> None:
+def test_a_run_with_an_environment_resumes_exactly(tmp_path):
     """With dialogues in the buffer, in evaluations and in what is held back."""
     model = talk.save_model(tmp_path / "model")
     settings = ("sampling.samples=16", "runtime.lag=2", "strategy=recent")
@@ -342,9 +328,7 @@ def test_a_run_with_an_environment_resumes_exactly(tmp_path: Path) -> None:
     assert any(t.sampled is not None for g in held for t in g.trajectories)
 
 
-def test_the_calculator_of_the_page_is_used(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calculator_of_the_page_is_used(model, tmp_path, monkeypatch):
     """Its state reaches the reward, which runs in another process."""
     monkeypatch.chdir(TESTS.parent)
     turns = [call("multiply", a="x", b=2), call("multiply", a=57, b=81), "It is 4617."]
@@ -361,9 +345,7 @@ def test_the_calculator_of_the_page_is_used(
     assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (32, 16)
 
 
-def test_a_run_of_scripted_dialogues_ends_well(
-    config: Callable[..., Config], tmp_path: Path
-) -> None:
+def test_a_run_of_scripted_dialogues_ends_well(config, tmp_path):
     """From the rows to the samples that a person reads."""
     asks = call("double", n=21)
     summary = run(config(asks, call("triple"), "It is 42."))

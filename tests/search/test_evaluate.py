@@ -1,7 +1,5 @@
 """Evaluations: perplexity in both definitions, and what a task measures beside its reward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -62,9 +60,7 @@ def answered(searcher: Searcher, mode: str) -> Iterator[tuple[np.ndarray, Comple
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_perplexities_equal_a_direct_computation(
-    searcher: Searcher, toy_model: Path, mode: str
-) -> None:
+def test_perplexities_equal_a_direct_computation(searcher, toy_model, mode):
     """By the initial model at temperature 1, although answers were sampled at another one."""
     model = AutoModelForCausalLM.from_pretrained(toy_model, dtype=torch.float64)
     nats, lengths, with_prompt = [], [], []
@@ -88,9 +84,7 @@ def test_perplexities_equal_a_direct_computation(
     assert f"{mode}_nats" not in scores
 
 
-def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(
-    searcher: Searcher,
-) -> None:
+def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(searcher):
     first, *others = (evaluate_piece(searcher, i) for i in range(len(pieces(searcher.setup))))
     whole = join(3, [first, *others]).scores
     changed = join(3, [replace(first, reference=7), *others]).scores
@@ -128,9 +122,7 @@ class Compared(Ones):
         return {"compared": self}
 
 
-def test_greedy_answers_that_have_nothing_to_be_compared_with_have_no_score(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_greedy_answers_that_have_nothing_to_be_compared_with_have_no_score(tiny_model, tmp_path):
     config = toy_config(tiny_model, tmp_path, *SETTINGS, "task=test_evaluate.Compared")
     evaluation = evaluate_held_out(check(config).search_setup().build("cpu", False))
     scores = evaluation.scores
@@ -149,9 +141,7 @@ class BelowZero(Ones):
         return [-2.0 if a.text[:1] in "02468" and a.text else None for a in answers]
 
 
-def test_a_rejected_answer_is_not_better_than_a_negative_reward(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_rejected_answer_is_not_better_than_a_negative_reward(tiny_model, tmp_path):
     config = toy_config(tiny_model, tmp_path, *SETTINGS, "task=test_evaluate.BelowZero")
     scores = evaluate_held_out(check(config).search_setup().build("cpu", False)).scores
     assert 0 < scores["sampled_rejected"] < 1
@@ -163,9 +153,7 @@ class MeasuredOnes(Ones):
         return {"longer": Longer()}
 
 
-def test_a_measure_is_a_metric_with_an_error_and_never_a_reward(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_measure_is_a_metric_with_an_error_and_never_a_reward(tiny_model, tmp_path):
     answers = ["12", "123", "1234", "2"]
     scripted = ("engine=scripted", f"engine.answers={answers}", "eval.samples=40", "eval.prompts=3")
     task = "task=test_evaluate.MeasuredOnes"
@@ -185,9 +173,7 @@ def test_a_measure_is_a_metric_with_an_error_and_never_a_reward(
     assert rewards == {"12": 1.0, "123": 1.0, "1234": 1.0, "2": 0.0}
 
 
-def test_evaluated_weights_are_rounded_as_the_engine_computes(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluated_weights_are_rounded_as_the_engine_computes(toy_model, tmp_path, monkeypatch):
     """And not as the trainer does, whose weights the searchers never had."""
     given = ("run.steps=1", "eval.prompts=1", "policy.autocast=bf16", "engine.dtype=fp32")
     run(toy_config(toy_model, tmp_path / "run", *given))

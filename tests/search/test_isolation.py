@@ -1,7 +1,5 @@
 """What a reward function does to its process costs its own group, and nothing is left of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -52,9 +50,7 @@ def guard() -> Iterator[Scoring]:
         ("closed", [6.0, 8.0]),
     ],
 )
-def test_a_reward_that_misbehaves_costs_its_own_group(
-    guard: Scoring, text: str, expected: list[str | float]
-) -> None:
+def test_a_reward_that_misbehaves_costs_its_own_group(guard, text, expected):
     verdicts = judge(guard, ["before"], [text, "together"], ["next", "one"])
     assert reasons(verdicts) == [[6.0], expected, [4.0, 3.0]]
 
@@ -62,13 +58,13 @@ def test_a_reward_that_misbehaves_costs_its_own_group(
 @pytest.mark.parametrize(
     ("text", "how"), [("exit", "with exit status 3"), ("abort", "by signal 6")]
 )
-def test_a_rejection_says_how_the_process_ended(guard: Scoring, text: str, how: str) -> None:
+def test_a_rejection_says_how_the_process_ended(guard, text, how):
     ((verdict,),) = judge(guard, [text])
     assert isinstance(verdict, Rejected)
     assert verdict.detail.startswith(f"the scoring process ended {how}")
 
 
-def test_loaded_models_do_not_count_as_memory_that_a_call_takes() -> None:
+def test_loaded_models_do_not_count_as_memory_that_a_call_takes():
     """A limit of 0.3 GB, of which a model alone takes 0.4."""
 
     class Large:
@@ -90,7 +86,7 @@ def test_loaded_models_do_not_count_as_memory_that_a_call_takes() -> None:
     guard.close()
 
 
-def test_a_system_that_is_short_of_memory_ends_the_scoring_process_first() -> None:
+def test_a_system_that_is_short_of_memory_ends_the_scoring_process_first():
     file = "/proc/self/oom_score_adj"
     guard = guard_of(lambda completions: [float(Path(file).read_text()) for _ in completions])
     assert judge(guard, ["a"]) == [[1000.0]]
@@ -115,7 +111,7 @@ def has_ended(process: float) -> bool:
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "forgotten"])
-def test_nothing_is_left_of_a_guard(close: bool) -> None:
+def test_nothing_is_left_of_a_guard(close):
     before = set(threading.enumerate())
     guard = guard_of(process_id())
     ((pid,),) = judge(guard, ["a"])
@@ -132,13 +128,13 @@ def test_nothing_is_left_of_a_guard(close: bool) -> None:
         assert not thread.is_alive()
 
 
-def test_a_guard_can_be_closed_before_its_process_has_started() -> None:
+def test_a_guard_can_be_closed_before_its_process_has_started():
     children = set(psutil.Process().children())
     guard_of(process_id()).close()
     assert set(psutil.Process().children()) <= children
 
 
-def test_torch_is_imported_by_the_function_only() -> None:
+def test_torch_is_imported_by_the_function_only():
     def score(completions: list[str]) -> list[float]:
         before = "torch" in sys.modules
         import torch
@@ -181,7 +177,7 @@ time.sleep(60)
 """
 
 
-def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     """One that is idle and one that holds the interpreter lock, and what they have started."""
     script = tmp_path / "parent.py"  # its function is in `__main__`, as in a notebook
     script.write_text(PARENT)
@@ -200,9 +196,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("left", "end"), [(False, "hang"), (False, "close"), (True, "close"), (True, "exit")]
 )
-def test_what_a_function_starts_in_a_session_of_its_own_ends_with_its_process(
-    left: bool, end: str
-) -> None:
+def test_what_a_function_starts_in_a_session_of_its_own_ends_with_its_process(left, end):
     """As a sandbox does: a kill of the group does not reach it. Some have left their parents."""
 
     def score(completions: list[str]) -> list[float]:
@@ -226,7 +220,7 @@ def test_what_a_function_starts_in_a_session_of_its_own_ends_with_its_process(
     assert has_ended(outer) and has_ended(inner)
 
 
-def test_a_task_that_cannot_be_built_ends_the_run_and_what_it_has_started(tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_built_ends_the_run_and_what_it_has_started(tmp_path):
 
     def build() -> Any:
         program = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -289,7 +283,7 @@ async def fork_beside(completions):
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])
-def test_a_function_may_start_processes_of_its_own(kind: str, tmp_path: Path) -> None:
+def test_a_function_may_start_processes_of_its_own(kind, tmp_path):
     (tmp_path / f"starts_{kind}.py").write_text(STARTS.replace("{kind}", kind))
     names = ["pool", "executor", "process"]
     names += ["program", "fork", "fork_beside"] if kind == "fork" else []
@@ -305,7 +299,7 @@ def test_a_function_may_start_processes_of_its_own(kind: str, tmp_path: Path) ->
     guard.close()
 
 
-def test_a_worker_does_not_inherit_the_limit_of_cpu_time() -> None:
+def test_a_worker_does_not_inherit_the_limit_of_cpu_time():
     """A pool may be kept for the whole run, and compute in every call."""
 
     def score(completions: list[str]) -> list[float]:
@@ -319,7 +313,7 @@ def test_a_worker_does_not_inherit_the_limit_of_cpu_time() -> None:
     guard.close()
 
 
-def test_a_thread_that_goes_on_computing_reaches_the_limit_of_cpu_time() -> None:
+def test_a_thread_that_goes_on_computing_reaches_the_limit_of_cpu_time():
     def score(completions: list[str]) -> list[float]:
         def spin() -> None:
             while True:
@@ -381,7 +375,7 @@ def hangs(request: pytest.FixtureRequest) -> Iterator[Scoring]:
     guard.close()
 
 
-def test_a_call_has_the_deadline_for_each_of_its_answers(hangs: Scoring) -> None:
+def test_a_call_has_the_deadline_for_each_of_its_answers(hangs):
     """Slower than the deadline of one answer, faster than the deadline of three."""
     assert judge(hangs, ["slow", "a", "b"]) == [[4.0, 1.0, 1.0]]
     ((verdict,),) = judge(hangs, ["slow"])
@@ -389,7 +383,7 @@ def test_a_call_has_the_deadline_for_each_of_its_answers(hangs: Scoring) -> None
     assert verdict == Rejected("timeout", told)
 
 
-def test_a_call_has_a_longest_time_however_many_answers_it_has() -> None:
+def test_a_call_has_a_longest_time_however_many_answers_it_has():
     task = partial(Custom, data="", reward="", passed=(hanging(False),))
     guard = Scoring({"": task()}, ScoringProcess({"": task}, 1.0), 10.0, longest=0.3)
     guard.wait_until_ready()
@@ -404,7 +398,7 @@ def test_a_call_has_a_longest_time_however_many_answers_it_has() -> None:
     guard.close()
 
 
-def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(hangs: Scoring) -> None:
+def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(hangs):
     verdicts = judge(hangs, *[["?"]] * 12)
     assert reasons(verdicts) == [["timeout"]] * 12
     last = verdicts[-1][0]
@@ -412,14 +406,14 @@ def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(hangs: Scoring) -> No
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_timeouts_among_calls_that_work_do_not_end_the_scoring(asynchronous: bool) -> None:
+def test_timeouts_among_calls_that_work_do_not_end_the_scoring(asynchronous):
     scoring = guard_of(hanging(asynchronous))
     verdicts = judge(scoring, ["?"], ["one"], ["?"], ["two"], ["three"])
     scoring.close()
     assert reasons(verdicts) == [["timeout"], [3.0], ["timeout"], [3.0], [5.0]]
 
 
-def test_searches_wait_for_each_other_and_that_time_does_not_count() -> None:
+def test_searches_wait_for_each_other_and_that_time_does_not_count():
     """Five calls of 0.5 s in a row, each with a deadline of 1.5 s, and one that hangs."""
     guard = guard_of(hanging(False))
     guard.wait_until_ready()
@@ -431,7 +425,7 @@ def test_searches_wait_for_each_other_and_that_time_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("asynchronous", "most"), [(False, 1), (True, 3)])
-def test_an_async_function_has_several_groups_at_once(asynchronous: bool, most: int) -> None:
+def test_an_async_function_has_several_groups_at_once(asynchronous, most):
     """And all of them are in one event loop, so that a client or a lock may be kept."""
     inside = [0, 0]
 
@@ -466,7 +460,7 @@ def test_an_async_function_has_several_groups_at_once(asynchronous: bool, most: 
     guard.close()
 
 
-def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_search() -> None:
+def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_search():
     async def score(completions: list[str]) -> list[float]:
         import asyncio
 
@@ -480,7 +474,7 @@ def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_searc
     guard.close()
 
 
-def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_groups_in_flight_are_scored_again(monkeypatch):
     """A call that is late is cancelled; only one that blocks the event loop costs the process."""
     monkeypatch.setattr("tba.search.scoring.GRACE", 0.2)
     guard = guard_of(asynchronous())
@@ -496,7 +490,7 @@ def test_async_groups_in_flight_are_scored_again(monkeypatch: pytest.MonkeyPatch
     guard.close()
 
 
-def test_a_group_beside_one_that_holds_the_interpreter_lock_is_scored_again() -> None:
+def test_a_group_beside_one_that_holds_the_interpreter_lock_is_scored_again():
     """In another process, although its own call was the first to be given up."""
 
     async def score(completions: list[str]) -> list[float]:
@@ -511,7 +505,7 @@ def test_a_group_beside_one_that_holds_the_interpreter_lock_is_scored_again() ->
     guard.close()
 
 
-def test_time_in_which_another_call_blocks_the_event_loop_does_not_count() -> None:
+def test_time_in_which_another_call_blocks_the_event_loop_does_not_count():
     """A group with a short deadline keeps its rewards beside one with a longer deadline."""
 
     async def score(completions: list[str]) -> list[float]:
@@ -527,7 +521,7 @@ def test_time_in_which_another_call_blocks_the_event_loop_does_not_count() -> No
     guard.close()
 
 
-def test_columns_of_any_type_arrive() -> None:
+def test_columns_of_any_type_arrive():
     guard = guard_of(lambda completions, pair: [float(sum(pair[0])) for _ in completions])
     columns = {"pair": (1, 2)}
     assert guard([Prompt("0", "0", columns)], [[Answer("a", True)]]) == [[3.0]]
@@ -566,7 +560,7 @@ def settings(folder: Path, once: str = "") -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_run_is_the_same_with_and_without_a_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_is_the_same_with_and_without_a_process(tiny_model, tmp_path):
     """Training, value rollouts and evaluations."""
     rows, task = [], settings(tmp_path)
     vine = ["objective=vineppo", "objective.step_tokens=2", "objective.rollouts=2", "run.steps=3"]
@@ -581,9 +575,7 @@ def test_a_run_is_the_same_with_and_without_a_process(tiny_model: Path, tmp_path
     assert has_ended(float(pids[-1]))
 
 
-def test_a_judge_is_loaded_by_one_process_which_scores_every_evaluation_set(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_judge_is_loaded_by_one_process_which_scores_every_evaluation_set(tiny_model, tmp_path):
     """And nothing is left of it when the run has ended."""
     judge = f"""
 import os
@@ -612,7 +604,7 @@ class Noted(Judge):
     assert notes[2][0] == "loaded" and not psutil.pid_exists(int(notes[0][1]))
 
 
-def test_a_searcher_on_ray_survives_its_reward_function(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_searcher_on_ray_survives_its_reward_function(tiny_model, tmp_path):
     """It hangs in one group and exits in the next, each once.
 
     The 4 answers of a group have 40 s by `reward.deadline`, and the search has 6 in all.
@@ -634,8 +626,8 @@ def test_a_searcher_on_ray_survives_its_reward_function(tiny_model: Path, tmp_pa
     ],
 )
 def test_a_judge_that_cannot_be_loaded_ends_the_start_of_the_searcher(
-    tiny_model: Path, tmp_path: Path, load: str, seconds: int, told: str
-) -> None:
+    tiny_model, tmp_path, load, seconds, told
+):
     judge = "class Judge:\n    def check(self):\n        pass\n\n    def load(self, device):\n"
     judge += f"        {load}\n\n    def __call__(self, completions):\n        return []\n"
     task = settings(tmp_path)

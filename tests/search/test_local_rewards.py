@@ -1,7 +1,5 @@
 """A scoring process that cannot be replaced costs its searcher or the run, which is saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import count
@@ -56,9 +54,7 @@ def failing(numbers: Callable[[int], bool]) -> Callable[..., Child]:
     return start
 
 
-def test_a_run_whose_scoring_process_cannot_be_replaced_is_saved(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_scoring_process_cannot_be_replaced_is_saved(tiny_model, tmp_path, monkeypatch):
     chosen = exiting(tiny_model, tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "Child", failing(lambda number: number > 0))

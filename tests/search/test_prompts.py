@@ -1,12 +1,9 @@
 """No prompt is lost, however prompts are chosen; and each selection chooses as it says."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +25,7 @@ from tba.types import Group
 # The stream
 
 
-def test_what_came_back_unanswered_goes_out_first() -> None:
+def test_what_came_back_unanswered_goes_out_first():
     stream = stream_of(Cyclic)
     first, second = stream.take(2), stream.take(3)
     stream.done(second, [])
@@ -37,7 +34,7 @@ def test_what_came_back_unanswered_goes_out_first() -> None:
 
 
 @pytest.mark.parametrize("cls", [Cyclic, Uniform, Difficulty])
-def test_a_resumed_stream_goes_on_with_what_was_outstanding(cls: type) -> None:
+def test_a_resumed_stream_goes_on_with_what_was_outstanding(cls):
     stream = stream_of(cls, seed=3)
     stream.done(prompts := stream.take(4), [answered(p, right=2, answers=3) for p in prompts])
     in_flight, unanswered = stream.take(2), stream.take(1)
@@ -50,7 +47,7 @@ def test_a_resumed_stream_goes_on_with_what_was_outstanding(cls: type) -> None:
     assert [ids(resumed.take(3)) for _ in range(3)] == [ids(stream.take(3)) for _ in range(3)]
 
 
-def test_a_prompt_may_be_out_several_times() -> None:
+def test_a_prompt_may_be_out_several_times():
     stream = stream_of(Uniform)
     out = [p for _ in range(4) for p in stream.take(5)]  # 20 of 7
     stream.put_back(out[:5])
@@ -62,7 +59,7 @@ def test_a_prompt_may_be_out_several_times() -> None:
     assert stream.cursor()["outstanding"] == []
 
 
-def test_difficulty_learns_from_tasks_in_flight_that_have_prompts_in_common() -> None:
+def test_difficulty_learns_from_tasks_in_flight_that_have_prompts_in_common():
     """Few prompts, several tasks in flight, answered in another order; then a resume."""
     prompts = PROMPTS[:3]
     stream = PromptStream(prompts, Difficulty(prompts, 0, 1.0))
@@ -81,7 +78,7 @@ def test_difficulty_learns_from_tasks_in_flight_that_have_prompts_in_common() ->
     assert resumed.cursor()["state"] == cursor["state"]
 
 
-def test_another_data_set_is_noticed() -> None:
+def test_another_data_set_is_noticed():
     stream = stream_of(Cyclic)
     stream.take(7)
     reworded = [
@@ -97,9 +94,7 @@ def test_another_data_set_is_noticed() -> None:
             PromptStream(other, Cyclic(other, 0, None)).seek(stream.cursor())
 
 
-def test_another_selection_starts_from_its_initial_state_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_another_selection_starts_from_its_initial_state_with_a_warning(caplog):
     before, after = stream_of(Difficulty), stream_of(Cyclic)
     before.done(before.take(3), [])
     out = before.take(2)
@@ -112,7 +107,7 @@ def test_another_selection_starts_from_its_initial_state_with_a_warning(
     assert ids(after.take(7)) == ids(stream_of(Cyclic).take(7))
 
 
-def test_the_same_selection_with_other_options_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_selection_with_other_options_goes_on(caplog):
     before, after = stream_of(Difficulty), stream_of(Difficulty, target=0.3)
     before.done(prompts := before.take(2), [answered(p, 1, 4) for p in prompts])
     after.seek(before.cursor())
@@ -123,7 +118,7 @@ def test_the_same_selection_with_other_options_goes_on(caplog: pytest.LogCapture
 # The selections
 
 
-def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
+def test_each_epoch_has_every_prompt_once_in_its_own_order():
     stream = stream_of(Cyclic)
     chosen = [p for count in (2, 5, 3, 4, 7) for p in ids(stream.take(count))]
     epochs = [chosen[:7], chosen[7:14], chosen[14:]]
@@ -131,7 +126,7 @@ def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_uniform_is_uniform() -> None:
+def test_uniform_is_uniform():
     """Single prompts and pairs in a row are uniform, within five standard errors."""
     selection = Uniform(PROMPTS, 0, None)
     chosen = [p for _ in range(2500) for p in ids(selection.choose(4))]
@@ -175,14 +170,14 @@ def mean_rate(chosen: Counter[str], rate: dict[str, float]) -> float:
     return sum(rate[p] * n for p, n in chosen.items()) / chosen.total()
 
 
-def test_difficulty_finds_the_prompts_in_the_middle() -> None:
+def test_difficulty_finds_the_prompts_in_the_middle():
     """A third of the prompts: by chance they would be a third of the choices."""
     selection, rate = Difficulty(MANY, 0, 1.0), rates(hard=30, middle=30)
     explore(selection, rate, rounds=60)  # to know them
     assert share(explore(selection, rate, rounds=100), rate) > 0.9
 
 
-def test_difficulty_aims_at_its_target() -> None:
+def test_difficulty_aims_at_its_target():
     rate = {p.id: i / 89 for i, p in enumerate(MANY)}
     for target in (0.2, 0.8):
         selection = Difficulty(MANY, 0, 1.0, target=target, forgetting=0.9)
@@ -191,7 +186,7 @@ def test_difficulty_aims_at_its_target() -> None:
         assert mean_rate(chosen, rate) == pytest.approx(target, abs=0.07)
 
 
-def test_difficulty_follows_a_policy_that_learns_because_it_forgets() -> None:
+def test_difficulty_follows_a_policy_that_learns_because_it_forgets():
     """Hard prompts become half right and those become easy; without forgetting it is too slow."""
     before, after = rates(hard=45, middle=45), rates(hard=0, middle=45)
     found = {}
@@ -204,7 +199,7 @@ def test_difficulty_follows_a_policy_that_learns_because_it_forgets() -> None:
     assert found[1.0] < 0.5
 
 
-def test_difficulty_is_the_papers_update() -> None:
+def test_difficulty_is_the_papers_update():
     selection = Difficulty(PROMPTS, 0, 0.5, forgetting=0.75, prior=(2.0, 4.0))
     selection.learn(answered(PROMPTS[1], right=3, answers=5))
     selection.learn(answered(PROMPTS[1], right=1, answers=5))
@@ -215,7 +210,7 @@ def test_difficulty_is_the_papers_update() -> None:
 
 
 @pytest.mark.parametrize("candidates", [1, 3])
-def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates: int) -> None:
+def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates):
     selection = Difficulty(PROMPTS, 0, 1.0, candidates=candidates)
     for _ in range(50):
         assert len(set(ids(selection.choose(6)))) == 6
@@ -234,8 +229,8 @@ def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates: int) -
     ],
 )
 def test_difficulty_that_cannot_work_is_told_before_anything_starts(
-    tiny_model: Path, tmp_path: Path, settings: list[str], told: str
-) -> None:
+    tiny_model, tmp_path, settings, told
+):
     with pytest.raises(ValueError, match=told):
         check(config(tiny_model, tmp_path, "selection=difficulty", *settings))
 
@@ -251,7 +246,7 @@ def with_logp(group: Group, behavior: float, ref: float) -> Group:
     )
 
 
-def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence() -> None:
+def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence():
     """.4, and then .8 - .5 (3 - 2), of which each counts half; no other prompt is known."""
     selection = LogZ(PROMPTS, 0, None, beta=0.5, forgetting=0.5)
     selection.learn(answered(PROMPTS[1], right=2, answers=5))
@@ -260,7 +255,7 @@ def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence() -> None:
     assert selection.state()["estimates"] == {"p1": pytest.approx((0.4 + 0.3) / 2)}
 
 
-def test_log_z_has_no_noise_at_the_target_of_trajectory_balance() -> None:
+def test_log_z_has_no_noise_at_the_target_of_trajectory_balance():
     """log mu = log ref + r / beta - log Z: any group gives beta log Z, however lucky it was."""
     beta, log_z = 0.5, 1.25
     for right in range(5):
@@ -277,7 +272,7 @@ def test_log_z_has_no_noise_at_the_target_of_trajectory_balance() -> None:
         assert selection.state()["estimates"]["p1"] == pytest.approx(beta * log_z)
 
 
-def test_log_z_finds_the_prompts_in_the_middle() -> None:
+def test_log_z_finds_the_prompts_in_the_middle():
     """A third of the prompts are most of the choices, and the others still have a chance."""
     selection, rate = LogZ(MANY, 0, 1.0), rates(hard=30, middle=30)
     explore(selection, rate, rounds=60)
@@ -286,7 +281,7 @@ def test_log_z_finds_the_prompts_in_the_middle() -> None:
     assert len(chosen) > 80
 
 
-def test_log_z_aims_at_its_target() -> None:
+def test_log_z_aims_at_its_target():
     rate = {p.id: i / 89 for i, p in enumerate(MANY)}
     for target in (0.3, 0.7):
         selection = LogZ(MANY, 0, 1.0, target=target, width=0.1)
@@ -299,9 +294,7 @@ def test_log_z_aims_at_its_target() -> None:
 
 
 @pytest.mark.parametrize("selection", ["difficulty", "log_z"])
-def test_a_resumed_run_goes_on_choosing_as_it_would_have(
-    tiny_model: Path, tmp_path: Path, selection: str
-) -> None:
+def test_a_resumed_run_goes_on_choosing_as_it_would_have(tiny_model, tmp_path, selection):
     resumes_exactly(tiny_model, tmp_path, f"selection={selection}", "task.size=40")
     state = json.loads(
         (checkpoint.newest(tmp_path / "part" / "checkpoints") / "state.json").read_text()
@@ -316,9 +309,7 @@ def test_a_resumed_run_goes_on_choosing_as_it_would_have(
         )  # prior and four answers
 
 
-def test_the_selection_can_be_changed_on_resuming(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_selection_can_be_changed_on_resuming(tiny_model, tmp_path, caplog):
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     with caplog.at_level(logging.WARNING):
         assert (

@@ -1,8 +1,5 @@
 """Reference log-probs are computed from tokens, and their version travels on the group."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,6 @@ from exact import completed, toy_config
 
 from tba.config.tables import PolicyTable
 from tba.learn import publish
-from tba.learn.plan import Layout
 from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
 from tba.models.pretrained import load_model
@@ -44,7 +40,7 @@ def other_weights(policy: Policy, version: int) -> Weights:
 
 
 @pytest.mark.parametrize("token_budget", [1, 6, 9, 1000])
-def test_logp_is_that_of_each_response_alone(policy: Policy, token_budget: int) -> None:
+def test_logp_is_that_of_each_response_alone(policy, token_budget):
     logp, version = Reference(policy, token_budget).logp(PROMPTS, RESPONSES)
     assert version == 0
     assert [[row.shape for row in rows] for rows in logp] == [
@@ -61,11 +57,11 @@ def test_logp_is_that_of_each_response_alone(policy: Policy, token_budget: int) 
             np.testing.assert_allclose(row, alone, atol=1e-5)
 
 
-def test_no_groups_have_no_logp(policy: Policy) -> None:
+def test_no_groups_have_no_logp(policy):
     assert Reference(policy, 100).logp([], []) == ([], 0)
 
 
-def test_loaded_weights_give_other_logp_and_their_version(policy: Policy) -> None:
+def test_loaded_weights_give_other_logp_and_their_version(policy):
     reference = Reference(policy, 100)
     before, _ = reference.logp(PROMPTS, RESPONSES)
     reference.load_weights(other_weights(policy, version=12))
@@ -74,7 +70,7 @@ def test_loaded_weights_give_other_logp_and_their_version(policy: Policy) -> Non
     assert np.abs(before[0][0] - after[0][0]).min() > 1e-4
 
 
-def test_weights_that_do_not_fit_leave_the_reference_as_it_was(policy: Policy) -> None:
+def test_weights_that_do_not_fit_leave_the_reference_as_it_was(policy):
     reference = Reference(policy, 100)
     with pytest.raises(ValueError, match="weights are of another model"):
         reference.load_weights(Weights(3, {}))
@@ -83,9 +79,7 @@ def test_weights_that_do_not_fit_leave_the_reference_as_it_was(policy: Policy) -
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", ["packed", "cached", "plain"])
-def test_linear_layers_in_bf16_give_the_same_bits(
-    layout: Layout, tied: bool, make_model: Callable[..., Path]
-) -> None:
+def test_linear_layers_in_bf16_give_the_same_bits(layout, tied, make_model):
     """Under autocast, which converts them to bf16 at every use; also after other weights."""
     table = PolicyTable(model=str(make_model(tied=tied)))
     batch = collate_tokens(PROMPTS[:2], [[c.tokens for c in group[:2]] for group in RESPONSES[:2]])
@@ -117,7 +111,7 @@ def searcher(model: Path, folder: Path) -> tuple[Searcher, list[Group]]:
     return one, one.search(parts.prompts[:3], seed=0).groups
 
 
-def test_a_group_has_the_version_of_its_reference(toy_model: Path, tmp_path: Path) -> None:
+def test_a_group_has_the_version_of_its_reference(toy_model, tmp_path):
     one, groups = searcher(toy_model, tmp_path)
     assert [g.reference for g in groups] == [0, 0, 0]
     one.reference.load_weights(other_weights(one.reference.policy, version=7))
@@ -129,9 +123,7 @@ def test_a_group_has_the_version_of_its_reference(toy_model: Path, tmp_path: Pat
     torch.testing.assert_close(after.ref_logp, one.reference.policy.logp(after).detach())
 
 
-def test_an_engine_that_is_its_own_reference_loads_no_model(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_its_own_reference_loads_no_model(toy_model, tmp_path, monkeypatch):
     settings = ("engine=scripted", "engine.answers=['1', '', '2']", "engine.own_reference=true")
     setup = check(toy_config(toy_model, tmp_path, *settings)).search_setup()
     monkeypatch.setattr("tba.search.searcher.load_frozen", None)

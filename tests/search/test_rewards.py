@@ -1,11 +1,8 @@
 """Scoring that raises, hangs or returns nonsense costs the samples it was asked about."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +34,7 @@ def kind(request: pytest.FixtureRequest) -> type[Scored]:
     return request.param
 
 
-def test_a_task_scores_whole_groups(kind: type[Scored]) -> None:
+def test_a_task_scores_whole_groups(kind):
     """One call has the answers to one prompt, so that a reward may compare them."""
     calls: list[list[str]] = []
 
@@ -50,7 +47,7 @@ def test_a_task_scores_whole_groups(kind: type[Scored]) -> None:
     assert sorted(calls) == sorted(g for g in groups if g)
 
 
-def test_what_raises_for_one_sample_costs_that_sample(kind: type[Scored]) -> None:
+def test_what_raises_for_one_sample_costs_that_sample(kind):
     verdicts = judge(length_except("three", lambda: 1 / 0), kind=kind)
     assert reasons(verdicts) == [3.0, 3.0, "raised", 4.0, 4.0]
     assert isinstance(verdicts[2], Rejected)
@@ -58,7 +55,7 @@ def test_what_raises_for_one_sample_costs_that_sample(kind: type[Scored]) -> Non
     assert "test_rewards.py" in verdicts[2].detail  # the traceback
 
 
-def test_a_group_that_cannot_be_compared_keeps_its_error(kind: type[Scored]) -> None:
+def test_a_group_that_cannot_be_compared_keeps_its_error(kind):
     """A function that compares answers raises for one that is too long, and has none for one."""
 
     def compare(texts: list[str]) -> list[float | None]:
@@ -85,15 +82,13 @@ def test_a_group_that_cannot_be_compared_keeps_its_error(kind: type[Scored]) -> 
     ],
     ids=str,
 )
-def test_a_reward_that_is_none_costs_that_sample(
-    score: Any, reason: str, kind: type[Scored]
-) -> None:
+def test_a_reward_that_is_none_costs_that_sample(score, reason, kind):
     verdicts = judge(length_except("two", lambda: score), kind=kind)
     assert reasons(verdicts) == [3.0, reason, 5.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("returned", [[], [1.0] * 4, [1.0] * 6])
-def test_another_number_of_rewards_costs_all(returned: list[float], kind: type[Scored]) -> None:
+def test_another_number_of_rewards_costs_all(returned, kind):
     verdicts = judge(lambda _: returned, kind=kind)
     assert verdicts == [Rejected("wrong_length", f"{len(returned)} rewards for 5 answers")] * 5
 
@@ -104,7 +99,7 @@ def searched(samples: int, rejected: Counter[str] | None = None, told: str = "")
     return SearchStats(counts, rejected or Counter(), last_rejection=told)
 
 
-def test_a_run_is_stopped_with_the_traceback_when_rejections_are_the_rule() -> None:
+def test_a_run_is_stopped_with_the_traceback_when_rejections_are_the_rule():
     monitor, bad = RejectionMonitor(max_share=0.5), Counter(raised=5, timeout=1)
     for _ in range(7):
         # 56 samples: too few to judge
@@ -116,13 +111,13 @@ def test_a_run_is_stopped_with_the_traceback_when_rejections_are_the_rule() -> N
         monitor.add(searched(8, bad))  # the message of an earlier search is kept
 
 
-def test_rare_rejections_do_not_stop_the_run() -> None:
+def test_rare_rejections_do_not_stop_the_run():
     monitor = RejectionMonitor(max_share=0.5)
     for report in range(1000):  # half of any 64
         monitor.add(searched(8, Counter(none=8 if report % 2 else 0)))
 
 
-def test_answers_that_are_cut_off_are_no_faults_of_the_reward() -> None:
+def test_answers_that_are_cut_off_are_no_faults_of_the_reward():
     """Of 60 of every 64 samples that are cut off, and 4 that raise, the 4 count."""
     monitor = RejectionMonitor(max_share=0.5)
     for _ in range(15):
@@ -131,7 +126,7 @@ def test_answers_that_are_cut_off_are_no_faults_of_the_reward() -> None:
         monitor.add(searched(64, Counter(truncated=60, raised=4)))
 
 
-def test_only_the_last_samples_count() -> None:
+def test_only_the_last_samples_count():
     """A scoring that worked for long and then breaks is noticed within 64 samples."""
     monitor = RejectionMonitor(max_share=0.5)
     for _ in range(500):
@@ -142,9 +137,7 @@ def test_only_the_last_samples_count() -> None:
         monitor.add(searched(16, Counter(raised=16)))
 
 
-def test_what_cannot_be_scored_is_not_right_however_low_the_bar(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model, tmp_path):
     """Of the answers -1, 0 and "?", at a bar of -1, the two that have a number are correct."""
     settings = (
         "engine=scripted",
@@ -163,9 +156,7 @@ def test_what_cannot_be_scored_is_not_right_however_low_the_bar(
     assert scores["pass@4"] > scores["sampled_pass@1"]
 
 
-def test_a_run_with_an_async_task_equals_that_with_a_sync_one(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_an_async_task_equals_that_with_a_sync_one(tiny_model, tmp_path):
     rows = []
     for task in ("Ones", "AsyncOnes"):
         tba.train(config(tiny_model, tmp_path / task, f"task=toy.{task}"))

@@ -1,7 +1,5 @@
 """Monte-Carlo values: the states that are rolled out, true means, and scoring that fails."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +88,7 @@ def values(group: Group) -> list[list[float]]:
     return [[] if t.value is None else t.value.tolist() for t in group.trajectories]
 
 
-def test_values_by_hand(text: Tokenizer) -> None:
+def test_values_by_hand(text):
     """Steps of two tokens, two rollouts.
 
     V at first is the mean of the other rewards; after "12" it is the mean of 121 and 122.
@@ -104,7 +102,7 @@ def test_values_by_hand(text: Tokenizer) -> None:
     assert verdicts == [121, 122]
 
 
-def test_values_of_each_token_by_hand(text: Tokenizer) -> None:
+def test_values_of_each_token_by_hand(text):
     """Steps of one token, three rollouts.
 
     The state after "12" is the same for two responses, that after "1" for three.
@@ -119,16 +117,14 @@ def test_values_of_each_token_by_hand(text: Tokenizer) -> None:
     assert len(verdicts) == 3 * 4
 
 
-def test_prompts_do_not_share_states(text: Tokenizer) -> None:
+def test_prompts_do_not_share_states(text):
     both = [group(text, "1+", "12", "13"), group(text, "2+", "15", "16")]
     found, _, engine = estimate(text, both, rollouts=1, step_tokens=1)
     assert engine.asked[0][0] == ["1+1", "2+1"]
     assert [values(g)[0][0] for g in found] == [13, 16]
 
 
-def test_rollouts_are_sampled_like_responses_with_what_is_left_of_the_limit(
-    text: Tokenizer,
-) -> None:
+def test_rollouts_are_sampled_like_responses_with_what_is_left_of_the_limit(text):
     """At the same temperature and from seeds of their own."""
     _, _, engine = estimate(text, [group(text, "1+", "12345-", "1")], rollouts=4, step_tokens=2)
     sampled = [(s.samples, s.max_tokens, s.temperature) for _, s, _ in engine.asked]
@@ -137,7 +133,7 @@ def test_rollouts_are_sampled_like_responses_with_what_is_left_of_the_limit(
     assert len({100, *seeds}) == 3
 
 
-def test_responses_of_one_step_need_no_rollouts(text: Tokenizer) -> None:
+def test_responses_of_one_step_need_no_rollouts(text):
     (found,), verdicts, engine = estimate(
         text, [group(text, "1+", "12", "345", "6")], rollouts=4, step_tokens=4
     )
@@ -145,13 +141,13 @@ def test_responses_of_one_step_need_no_rollouts(text: Tokenizer) -> None:
     assert values(found) == [[175.5] * 3, [9.0] * 4, [178.5] * 2]
 
 
-def test_what_was_found_stays_as_it_was(text: Tokenizer) -> None:
+def test_what_was_found_stays_as_it_was(text):
     before = group(text, "1+", "123", "45")
     (found,), _, _ = estimate(text, [before], rollouts=2, step_tokens=2)
     assert [replace(t, value=None) for t in found.trajectories] == list(before.trajectories)
 
 
-def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text: Tokenizer) -> None:
+def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text):
     """After "8" the endings 1 and 2 cannot be scored, the third can; after "48" as well."""
     groups = [group(text, "1+", "82", "48", "12"), group(text, "2+", "81", "82")]
     found, verdicts, _ = estimate(text, groups, rollouts=2, step_tokens=1)
@@ -175,7 +171,7 @@ def search(model: Path, folder: Path, seed: int, *settings: str) -> SearchResult
 VINE = ("objective=vineppo", "objective.step_tokens=1", "sampling.samples=64")
 
 
-def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> None:
+def test_values_converge_to_the_true_ones(toy_model, tmp_path):
     """Every state after one token, by enumeration: within five standard errors of 300 rollouts."""
     settings = (
         *VINE, "objective.rollouts=300", "trainer.group_size=32", "trainer.batch_size=96",
@@ -203,7 +199,7 @@ def test_values_converge_to_the_true_ones(toy_model: Path, tmp_path: Path) -> No
         assert len(seen) > 1
 
 
-def test_the_seed_decides_the_values(toy_model: Path, tmp_path: Path) -> None:
+def test_the_seed_decides_the_values(toy_model, tmp_path):
     settings = (*VINE, "objective.rollouts=3")
     found = [
         collate(search(toy_model, tmp_path, seed, *settings).groups).value for seed in (1, 1, 2)
@@ -212,7 +208,7 @@ def test_the_seed_decides_the_values(toy_model: Path, tmp_path: Path) -> None:
     assert found[0].shape != found[2].shape or not torch.equal(found[0], found[2])
 
 
-def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path) -> None:
+def test_rollouts_are_counted_apart_from_samples(toy_model, tmp_path):
     """Four for each distinct first token that goes on; the responses are those without rollouts."""
     with_values = search(toy_model, tmp_path, 1, *VINE)
     responses = [(g.prompt.id, t.tokens) for g in with_values.groups for t in g.trajectories]
@@ -230,7 +226,7 @@ def test_rollouts_are_counted_apart_from_samples(toy_model: Path, tmp_path: Path
         )
 
 
-def test_values_are_stored_where_there_are_any(groups: list[Group], tmp_path: Path) -> None:
+def test_values_are_stored_where_there_are_any(groups, tmp_path):
     """In files and in the buffer; a response without values, of another objective, stays one."""
     some = []
     for b, g in enumerate(groups):

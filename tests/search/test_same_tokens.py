@@ -1,7 +1,5 @@
 """A real model says the same to a program over HTTP as to an environment in the searcher."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -26,7 +24,7 @@ pytestmark = [
 ]
 
 
-def test_a_program_samples_what_an_environment_would(tmp_path: Path) -> None:
+def test_a_program_samples_what_an_environment_would(tmp_path):
     """32 sessions over HTTP with calls: tokens, masks and log-probs of dialogues in the searcher.
 
     A dialogue may end earlier, because its limit counts the tool's tokens, too.

@@ -1,10 +1,7 @@
 """Tokens that the policy did not sample: attention sees them, and no sum does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import exp
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,7 @@ from torch import Tensor
 
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
-from tba.learn.plan import Layout, chunks, first_alike
+from tba.learn.plan import chunks, first_alike
 from tba.learn.policy import Policy
 from tba.learn.publish import probe_tokens, sequences_of
 from tba.learn.trainer import _group_metrics
@@ -63,7 +60,7 @@ def placed(values: Tensor, batch: Batch) -> Tensor:
     return everywhere.masked_scatter(batch.mask, values)
 
 
-def test_masks_tell_what_was_sampled_from_what_is_there(spread: list[Group]) -> None:
+def test_masks_tell_what_was_sampled_from_what_is_there(spread):
     batch = collate(spread)
     first = spread[0].trajectories[0]  # 5 tokens, a reply after the first
     assert batch.mask[0, 0].tolist() == [True, False, False, True, True, True, True]
@@ -77,9 +74,7 @@ def test_masks_tell_what_was_sampled_from_what_is_there(spread: list[Group]) -> 
 
 
 @pytest.mark.parametrize("layout", ["packed", "cached", "plain"])
-def test_log_probs_are_those_of_the_whole_text(
-    layout: Layout, tiny_model: Path, spread: list[Group]
-) -> None:
+def test_log_probs_are_those_of_the_whole_text(layout, tiny_model, spread):
     """The environment's tokens are context: the others have the log-probs that they have alone."""
     model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
     policy, batch = Policy(model, 0.7), collate(spread)
@@ -98,14 +93,14 @@ def test_log_probs_are_those_of_the_whole_text(
             assert not own[len(alone) :].any()
 
 
-def test_alike_are_responses_of_which_the_same_was_sampled(spread: list[Group]) -> None:
+def test_alike_are_responses_of_which_the_same_was_sampled(spread):
     once = spread[0].trajectories[0]
     alone = replace(once, sampled=None)  # the policy wrote the reply itself
     batch = collate([replace(spread[0], trajectories=(alone, once, alone, once))])
     assert first_alike(batch).tolist() == [[0, 1, 0, 1]]
 
 
-def test_a_probe_is_the_text_as_it_stands(spread: list[Group]) -> None:
+def test_a_probe_is_the_text_as_it_stands(spread):
     tokens = probe_tokens(sequences_of(collate(spread)), context=64)
     longest = spread[0].trajectories[0].tokens.tolist()
     assert tokens.tokens[0, 0].tolist()[-len(longest) :] == longest
@@ -113,9 +108,7 @@ def test_a_probe_is_the_text_as_it_stands(spread: list[Group]) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in names("objectives") if n != "vineppo"])
-def test_objectives_read_sampled_tokens_only(
-    name: str, groups: list[Group], spread: list[Group]
-) -> None:
+def test_objectives_read_sampled_tokens_only(name, groups, spread):
     """Loss, metrics and gradient are those without the environment's tokens."""
     objective = resolve("objectives", "objective", name, {}).build()
     head = objective.head
@@ -134,7 +127,7 @@ def test_objectives_read_sampled_tokens_only(
         torch.testing.assert_close(found[1][key], value, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_tb_by_hand() -> None:
+def test_tb_by_hand():
     """Two dialogues; d is 0.5 + 0.25 and -1.0, whatever stands at the environment's token."""
     arrays: dict[str, Any] = {"tokens": np.array([2, 3, 4], np.int32), "version": 0}
     zeros, mask = np.zeros(3, np.float32), np.array([True, False, True])
@@ -164,7 +157,7 @@ def masked(*tokens: int, mask: list[bool] | None = None) -> Trajectory:
     return replace(trajectory(*tokens), sampled=own)
 
 
-def test_the_buffer_keeps_masks_where_there_are_some(tmp_path: Path) -> None:
+def test_the_buffer_keeps_masks_where_there_are_some(tmp_path):
     """In memory, moved to another segment, on disk, and back."""
     buffer = ReplayBuffer()
     buffer.add([group("a", masked(1, 2), masked(3, 4, 5))], 0)
@@ -186,7 +179,7 @@ def test_the_buffer_keeps_masks_where_there_are_some(tmp_path: Path) -> None:
     assert again.groups()[0].trajectories[2].sampled.tolist() == mask  # type: ignore[union-attr]
 
 
-def test_the_same_text_from_another_hand_is_another_response() -> None:
+def test_the_same_text_from_another_hand_is_another_response():
     buffer = ReplayBuffer()
     mask = [True, False, True]
     buffer.add([group("a", masked(1, 2, 3), masked(1, 2, 3, mask=mask))], 0)
@@ -194,7 +187,7 @@ def test_the_same_text_from_another_hand_is_another_response() -> None:
     assert (len(buffer), buffer.counts["duplicates"]) == (2, 1)
 
 
-def test_groups_in_a_file_keep_their_masks(spread: list[Group], tmp_path: Path) -> None:
+def test_groups_in_a_file_keep_their_masks(spread, tmp_path):
     first = spread[0].trajectories[0]
     switched = replace(first, switches=((len(first.tokens) - 1, 7),))
     spread[0] = replace(spread[0], trajectories=(switched, *spread[0].trajectories[1:]))

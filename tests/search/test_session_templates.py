@@ -1,7 +1,5 @@
 """Sessions of three calls in the chat templates of eight model families, which TRL has as files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -132,9 +130,7 @@ def hold(text: Tokenizer, family: Family, history: History, thinks: bool, tool: 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL, when it is imported
 @pytest.mark.parametrize("name", FAMILIES)
-def test_sessions_have_as_many_contexts_as_the_page_says(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_have_as_many_contexts_as_the_page_says(name, monkeypatch):
     """One with `append`; docs/agents.md has the table."""
     monkeypatch.syspath_prepend(TRL)
     family = FAMILIES[name]

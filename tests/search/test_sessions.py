@@ -1,7 +1,5 @@
 """Which earlier reply a request goes on from, whatever a program does to its messages."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +17,7 @@ from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
 from tba.models.template import text_of
 from tba.search.chat import Chat
-from tba.search.session import Exchange, History, Session, squeezed
+from tba.search.session import Exchange, Session, squeezed
 from tba.search.wire import Request, message_of
 from tba.types import Completion
 
@@ -106,9 +104,7 @@ def edited(messages: list[Any], edit: str, place: int) -> list[Any]:
 @given(steps=STEPS)
 @example(steps=CALLED)
 @settings(max_examples=10, deadline=None)
-def test_a_call_never_goes_on_from_another_one(
-    text: Tokenizer, template: str, history: History, steps: list[Any]
-) -> None:
+def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
     """It goes on from the deepest call whose messages and reply it begins with.
 
     Its tokens are what the template shows, but for the past that the policy has sampled.

@@ -1,7 +1,5 @@
 """Further evaluation sets: evaluated beside the held-out prompts, each scored by its own task."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -44,9 +42,7 @@ def custom(files: Path, *settings: str) -> list[str]:
     return [*data, reward, "eval.prompts=2", *settings]
 
 
-def test_sets_are_evaluated_at_the_same_times_under_their_names(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sets_are_evaluated_at_the_same_times_under_their_names(tiny_model, tmp_path, capsys):
     folder = tmp_path / "run"
     run(config(tiny_model, folder, *MORE, "run.steps=4", "log.console=plain"))
     shown = capsys.readouterr().out
@@ -62,7 +58,7 @@ def test_sets_are_evaluated_at_the_same_times_under_their_names(
     assert told["more/greedy_reward"] == evaluations[-1]["eval/more/greedy_reward"]
 
 
-def test_the_held_out_scores_do_not_depend_on_other_sets(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_held_out_scores_do_not_depend_on_other_sets(tiny_model, tmp_path):
     rows = []
     for name, more in (("without", ()), ("with", MORE)):
         run(config(tiny_model, tmp_path / name, *more, "run.steps=2"))
@@ -74,9 +70,7 @@ def test_the_held_out_scores_do_not_depend_on_other_sets(tiny_model: Path, tmp_p
     assert rows[0] == rows[1]
 
 
-def test_a_set_without_a_task_has_that_of_the_run_with_other_options(
-    tiny_model: Path, tmp_path: Path, files: Path
-) -> None:
+def test_a_set_without_a_task_has_that_of_the_run_with_other_options(tiny_model, tmp_path, files):
     own = [f"eval.sets.own.held_out_data={files}/own.jsonl", "eval.sets.own.held_out_size=8"]
     other = ["eval.sets.five.use=custom", f"eval.sets.five.data={files}/own.jsonl"]
     other += [f"eval.sets.five.reward={files}/f.py:five", "eval.sets.five.held_out_size=4"]
@@ -90,9 +84,7 @@ def test_a_set_without_a_task_has_that_of_the_run_with_other_options(
     assert rewards == [0.0, 0.0, 5.0]
 
 
-def test_functions_from_python_score_a_set_of_the_same_task(
-    tiny_model: Path, tmp_path: Path, files: Path
-) -> None:
+def test_functions_from_python_score_a_set_of_the_same_task(tiny_model, tmp_path, files):
     sets = [f"eval.sets.own.held_out_data={files}/own.jsonl", "eval.prompts=2", "run.steps=1"]
     settings = config(tiny_model, tmp_path / "run", "task=custom", "task.held_out_size=2", *sets)
     rows = [{"prompt": f"{i}+1="} for i in range(8)]
@@ -101,8 +93,8 @@ def test_functions_from_python_score_a_set_of_the_same_task(
 
 
 def test_prompts_that_are_trained_on_are_left_out_with_a_warning(
-    tiny_model: Path, tmp_path: Path, files: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tiny_model, tmp_path, files, caplog
+):
     """Of 104 to 111, the run trains on 104 and 105, and holds 106 and 107 out."""
     settings = custom(files, f"eval.sets.mixed.held_out_data={files}/mixed.jsonl")
     settings += ["eval.sets.mixed.held_out_size=8", "eval.sets.mixed.prompts=8"]
@@ -152,25 +144,23 @@ class Unreachable(Ones):
 
 
 @pytest.mark.parametrize("setting", WRONG)
-def test_a_mistake_is_told_before_anything_starts(
-    tiny_model: Path, tmp_path: Path, setting: str
-) -> None:
+def test_a_mistake_is_told_before_anything_starts(tiny_model, tmp_path, setting):
     with pytest.raises(ValueError, match=re.escape(WRONG[setting])):
         check(config(tiny_model, tmp_path, setting))
 
 
-def test_a_set_is_not_called_as_a_part(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_set_is_not_called_as_a_part(tiny_model, tmp_path):
     settings = ("task=mixture", "task.parts.a.use=toy.Ones", "eval.sets.a.use=toy.Ones")
     with pytest.raises(ValueError, match=r"\[eval.sets.a\]: a part of the task has this name, too"):
         check(config(tiny_model, tmp_path, *settings))
 
 
-def test_sets_need_held_out_prompts_beside_them(tiny_model: Path, tmp_path: Path) -> None:
+def test_sets_need_held_out_prompts_beside_them(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"eval.sets are evaluated beside the held-out prompts"):
         check(config(tiny_model, tmp_path, *MORE, "eval.prompts=0"))
 
 
-def test_the_console_has_a_line_for_each_set() -> None:
+def test_the_console_has_a_line_for_each_set():
     lines: list[str] = []
     scores = {"sampled_reward": 0.5, "sampled_reward_stderr": 0.1, "greedy_reward": 0.25}
     both = scores | {f"hard/{name}": value / 2 for name, value in scores.items()}

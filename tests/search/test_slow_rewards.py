@@ -1,10 +1,7 @@
 """A judge that takes seconds for each answer loses nothing, and scores nothing twice."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from build import conserved, ray_config, run_and_keep
@@ -32,9 +29,7 @@ SIZES = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seconds", "steps"), [(1, 3), (3, 2)])
-def test_a_slow_judge_loses_nothing_and_scores_nothing_twice(
-    tiny_model: Path, tmp_path: Path, seconds: int, steps: int
-) -> None:
+def test_a_slow_judge_loses_nothing_and_scores_nothing_twice(tiny_model, tmp_path, seconds, steps):
     """A group takes 20 or 60 s, and a searcher has two tasks of eight groups at a time.
 
     The file to which the judge appends has what was scored. All deadlines are the default ones.

@@ -1,16 +1,11 @@
 """Tools that return too much: it is cut before it is tokenised, which is said and counted."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from talk import CLOSING, Desk, call, dialogue_config, dialogue_model, replies, searched
 
-from tba.config.schema import Config
 from tba.prompt import Answer
 from tba.runs.setup import check
 from tba.search.dialogue import CHARACTERS
@@ -90,7 +85,7 @@ LIMIT = CHARACTERS * 1000
     ],
     ids=["long", "one too many", "of four bytes", "error", "no text"],
 )
-def test_a_long_result_is_cut_and_counted(asks: str, config: Callable[..., Config]) -> None:
+def test_a_long_result_is_cut_and_counted(asks, config):
     began = time.process_time()
     _, result = searched(config(asks, "Well.", environment=ENVIRONMENT))
     assert time.process_time() - began < 20
@@ -98,7 +93,7 @@ def test_a_long_result_is_cut_and_counted(asks: str, config: Callable[..., Confi
     assert result.stats.counts["tools/failures"] == 2 * ("rage" in asks)
 
 
-def test_it_is_said_in_the_dialogue(config: Callable[..., Config]) -> None:
+def test_it_is_said_in_the_dialogue(config):
     """The calls of a turn share the limit, and each has its least."""
     asks = call("flood", n=5000) + call("flood", n=3000) + call("rage", n=5000)
     parts = check(config(asks, environment=ENVIRONMENT))
@@ -119,7 +114,7 @@ def test_it_is_said_in_the_dialogue(config: Callable[..., Config]) -> None:
     )
 
 
-def test_a_result_within_the_limit_stays(config: Callable[..., Config]) -> None:
+def test_a_result_within_the_limit_stays(config):
     asks = call("flood", n=500)
     searcher, result = searched(config(asks, "Well.", environment=ENVIRONMENT))
     assert replies(searcher, result.groups[0]) == ["x" * 500]
@@ -127,13 +122,13 @@ def test_a_result_within_the_limit_stays(config: Callable[..., Config]) -> None:
 
 
 @pytest.mark.parametrize("tool", ["slow", "loud"])
-def test_the_deadline_covers_the_text_of_a_result(tool: str, config: Callable[..., Config]) -> None:
+def test_the_deadline_covers_the_text_of_a_result(tool, config):
     settings = {"environment": ENVIRONMENT, "tool_deadline": 0.5}
     searcher, result = searched(config(call(tool), "Well.", **settings))
     assert replies(searcher, result.groups[0]) == ["Error: no result within 0.5 s"]
 
 
-def test_what_reset_returns_has_a_limit(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_what_reset_returns_has_a_limit(config, tmp_path):
     rows = [{"prompt": f"Say {i}", "says": "flood" if i == 1 else "."} for i in range(8)]
     _, result = searched(config("Well.", rows=rows, environment=ENVIRONMENT), prompts=2)
     assert dict(result.stats.rejected) == {"raised": 2}

@@ -1,7 +1,5 @@
 """What a reward function does to its process neither ends a run nor changes its result."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -99,9 +97,7 @@ def own_state() -> tuple[Any, ...]:
     return Path.cwd(), torch.get_default_dtype(), handlers, sys.stdout, sys.getrecursionlimit()
 
 
-def test_what_a_reward_does_to_its_process_does_not_change_the_result(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_what_a_reward_does_to_its_process_does_not_change_the_result(tiny_model, tmp_path):
     """Bit for bit; test_isolation.py has what costs a group its rewards."""
     before = own_state()
     cases = {"sound": ([], "process"), "all": (FAULTS, "process"), "seeds": (["seeds"], "none")}

@@ -1,7 +1,5 @@
 """The study's wrong rewards: as many as stated, the same for an answer, none when held out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +22,7 @@ def rewards(task, prompt) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["flip", "plant"])
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_so_many_are_wrong_as_stated(kind: str, share: float) -> None:
+def test_so_many_are_wrong_as_stated(kind, share):
     task = WrongSums(train_size=200, kind=kind, share=share)
     given = np.array([rewards(task, prompt) for prompt in task.prompts()])
     wrong = given != np.array(RIGHT, float)
@@ -34,7 +32,7 @@ def test_so_many_are_wrong_as_stated(kind: str, share: float) -> None:
     assert wrong.mean() == pytest.approx(share, abs=5 * np.sqrt(share * (1 - share) / wrong.size))
 
 
-def test_an_answer_keeps_its_reward_and_a_larger_share_has_the_same_wrong_ones_and_more() -> None:
+def test_an_answer_keeps_its_reward_and_a_larger_share_has_the_same_wrong_ones_and_more():
     def wrong(share: float, seed: int = 0) -> set[tuple[int, int]]:
         task = WrongSums(train_size=50, kind="flip", share=share, fault_seed=seed)
         table = [rewards(task, prompt) for prompt in task.prompts()]
@@ -44,12 +42,12 @@ def test_an_answer_keeps_its_reward_and_a_larger_share_has_the_same_wrong_ones_a
     assert wrong(0.1) < wrong(0.3) < wrong(0.9)
 
 
-def test_held_out_answers_have_their_true_rewards() -> None:
+def test_held_out_answers_have_their_true_rewards():
     task = WrongSums(held_out_size=20, kind="flip", share=1.0)
     assert all(rewards(task, prompt) == list(map(float, RIGHT)) for prompt in task.held_out())
 
 
-def test_the_study_trains_with_them() -> None:
+def test_the_study_trains_with_them():
     study = read_study(ROOT / "studies" / "off_policy" / "study.toml")
     tasks = [study.config(trial).task for trial in study.trials if trial.grid == "faults"]
     assert {task.use for task in tasks} == {"studies.off_policy.wrong_rewards.WrongSums"}

@@ -1,7 +1,5 @@
 """The experiments of the study: what each stage runs, from the scores of the one before."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,9 +40,7 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
 
 
 @pytest.mark.parametrize("name", ["lags", "working", "replay", "quantised", "real"])
-def test_every_setting_of_the_first_stage_is_a_config(
-    experiments: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     experiment = experiments[name]
     if name == "real":
@@ -64,16 +60,12 @@ def test_every_setting_of_the_first_stage_is_a_config(
         assert str(trial.axes["variant"]).endswith(found)
 
 
-def test_the_study_has_ten_objectives_at_five_lags_and_five_rates(
-    experiments: dict[str, Any],
-) -> None:
+def test_the_study_has_ten_objectives_at_five_lags_and_five_rates(experiments):
     count = experiments["lags"].count()
     assert "500 runs for rates, 200 for schedules, 250 for the table: 950 runs" in count
 
 
-def test_only_runs_that_the_rows_lack_are_made(
-    small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_runs_that_the_rows_lack_are_made(small, monkeypatch, tmp_path):
     """The rows are kept after each cell: a second call makes what is missing."""
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
     made = []
@@ -100,7 +92,7 @@ def test_only_runs_that_the_rows_lack_are_made(
     assert small.run("rates", settings, (1, 2)) == rows
 
 
-def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(small: Any) -> None:
+def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(small):
     """A run that failed has score 0: it counts, and is not left out."""
     rows = [
         row("tb", 4, 1e-5, 0.5),
@@ -114,7 +106,7 @@ def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(small: Any)
     assert [s.rate for s in small.ranked(rows, "tb", 4)] == [3e-6, 1e-5, 3e-5]
 
 
-def test_a_best_rate_at_the_edge_widens_the_grid(small: Any) -> None:
+def test_a_best_rate_at_the_edge_widens_the_grid(small):
     """Downwards, upwards, and not at all."""
     one = replace(small, conditions={0: {}})
     rows = []
@@ -124,9 +116,7 @@ def test_a_best_rate_at_the_edge_widens_the_grid(small: Any) -> None:
     assert found == [("tb", 1e-6, "constant"), ("rloo", 1e-3, "constant")]
 
 
-def test_the_table_has_each_objective_under_each_condition(
-    small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_table_has_each_objective_under_each_condition(small, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
     given = {"stage": "table", "ess": 0.25, "drop": None}
     cells = [cell for cell in small.cells() if cell != ("grpo", 4)]
@@ -137,7 +127,7 @@ def test_the_table_has_each_objective_under_each_condition(
     assert lines[4].endswith("| not run |")
 
 
-def test_written_working_is_right_if_its_last_part_is() -> None:
+def test_written_working_is_right_if_its_last_part_is():
     from studies.off_policy.working import WrittenSums
 
     task = WrittenSums(held_out_size=4, train_size=4)

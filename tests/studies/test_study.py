@@ -1,7 +1,5 @@
 """Studies as files: the runs they describe, and mistakes that are reported before any run."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

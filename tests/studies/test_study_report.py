@@ -1,7 +1,5 @@
 """The report of a study: averages, lines and panels, best settings, and a page without links."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

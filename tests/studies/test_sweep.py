@@ -1,7 +1,5 @@
 """Sweeps: real runs in processes of their own, and scripted processes for what can go wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Addition: held-out sums are never trained on, and only the right digits are correct."""
 
-from __future__ import annotations
-
 import pytest
 
 from tba.prompt import Answer, Prompt
@@ -9,7 +7,7 @@ from tba.tasks.arithmetic import Arithmetic, is_held_out
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])
-def test_held_out_is_disjoint_from_train_for_any_seeds(digits: int) -> None:
+def test_held_out_is_disjoint_from_train_for_any_seeds(digits):
     train, kept_back = {1: (3, 2), 2: (300, 150), 3: (300, 150)}[digits]
     tasks = [
         Arithmetic(digits, train_size=train, held_out_size=kept_back, seed=seed)
@@ -20,11 +18,11 @@ def test_held_out_is_disjoint_from_train_for_any_seeds(digits: int) -> None:
     assert trained and kept and not trained & kept
 
 
-def test_a_tenth_of_all_pairs_is_held_out() -> None:
+def test_a_tenth_of_all_pairs_is_held_out():
     assert sum(is_held_out(a, b) for a in range(100) for b in range(100)) == 1002
 
 
-def test_a_seed_gives_the_same_prompts_and_another_seed_others() -> None:
+def test_a_seed_gives_the_same_prompts_and_another_seed_others():
     first, same, other = (
         Arithmetic(train_size=50, held_out_size=20, seed=seed) for seed in (1, 1, 2)
     )
@@ -32,13 +30,13 @@ def test_a_seed_gives_the_same_prompts_and_another_seed_others() -> None:
     assert first.held_out() == same.held_out() != other.held_out()
 
 
-def test_prompts_are_sums_of_so_many_digits() -> None:
+def test_prompts_are_sums_of_so_many_digits():
     for prompt in Arithmetic(digits=2, train_size=100, held_out_size=20).prompts():
         a, b = (int(n) for n in prompt.text.removesuffix("=").split("+"))
         assert 10 <= a < 100 and 10 <= b < 100 and prompt.columns["answer"] == str(a + b)
 
 
-def test_only_the_right_digits_are_right() -> None:
+def test_only_the_right_digits_are_right():
     prompt = Prompt("0", "5+37=", {"answer": "42"})
     finished = [Answer(text, True) for text in ("42", "42=", "042", "24", "4", "")]
     assert Arithmetic().score(prompt, finished) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
@@ -57,7 +55,7 @@ def test_only_the_right_digits_are_right() -> None:
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_told(options: dict[str, int], told: str) -> None:
+def test_what_cannot_be_drawn_is_told(options, told):
     with pytest.raises(ValueError) as error:
         Arithmetic(**options)
     assert told in str(error.value)

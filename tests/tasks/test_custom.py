@@ -1,7 +1,5 @@
 """Anybody's data set and reward functions, called as TRL calls them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -94,9 +92,7 @@ def scores(task: Custom) -> Any:
     return task.score(task.prompts()[1], answers)
 
 
-def test_a_function_gets_prompts_completions_and_every_column(
-    custom: Callable[..., Custom], seen: list[Any]
-) -> None:
+def test_a_function_gets_prompts_completions_and_every_column(custom, seen):
     assert scores(custom("length")) == [1.0, 2.0, 4.0]
     ((prompts, completions, columns),) = seen
     assert (prompts, completions) == (["1+1=", "1+1=", "1+1="], list(COMPLETIONS))
@@ -104,25 +100,23 @@ def test_a_function_gets_prompts_completions_and_every_column(
     assert columns.keys() == PASSED - {"prompts", "completions"}
 
 
-def test_a_function_gets_only_what_it_names(custom: Callable[..., Custom], seen: list[Any]) -> None:
+def test_a_function_gets_only_what_it_names(custom, seen):
     assert scores(custom("right")) == [1.0, 0.0, 0.0]
     assert seen == [(None, list(COMPLETIONS), {"answer": ["2", "2", "2"]})]
 
 
-def test_functions_are_added_up_by_weight(custom: Callable[..., Custom]) -> None:
+def test_functions_are_added_up_by_weight(custom):
     assert scores(custom("length", "right")) == [2.0, 2.0, 4.0]
     assert scores(custom("length", "right", reward_weights=[0.5, 3.0])) == [3.5, 1.0, 2.0]
 
 
-def test_none_means_that_a_function_does_not_apply(custom: Callable[..., Custom]) -> None:
+def test_none_means_that_a_function_does_not_apply(custom):
     assert scores(custom("length", "short_only", reward_weights=[1.0, 10.0])) == [11.0, 12.0, 4.0]
     assert scores(custom("never", "short_only")) == [1.0, 1.0, None]
     assert scores(custom("never")) == [None, None, None]
 
 
-def test_chat_prompts_have_message_lists_as_completions(
-    custom: Callable[..., Custom], seen: list[Any]
-) -> None:
+def test_chat_prompts_have_message_lists_as_completions(custom, seen):
     chat = [{"prompt": [{"role": "user", "content": f"Say {i}"}]} for i in range(3)]
     task = custom("politeness", rows=chat)
     answers = [Answer("please", finished=False), Answer("now", finished=True)]
@@ -131,9 +125,7 @@ def test_chat_prompts_have_message_lists_as_completions(
     assert seen[0][:2] == ([chat[0]["prompt"]] * 2, completions)
 
 
-def test_a_template_makes_prompts_of_any_columns(
-    custom: Callable[..., Custom], seen: list[Any]
-) -> None:
+def test_a_template_makes_prompts_of_any_columns(custom, seen):
     """The reward function has all columns; a chat has messages as completions."""
     rows = [{"a": i, "b": 1, "answer": str(i + 1)} for i in range(5)]
     task = custom("right", rows=rows, prompt="{a}+{b}=", shots=1)
@@ -147,9 +139,7 @@ def test_a_template_makes_prompts_of_any_columns(
     assert chat.score(chat.held_out()[0], [Answer("4, please", True)]) == [1.0]
 
 
-def test_a_function_is_named_by_file_or_by_module(
-    custom: Callable[..., Custom], tmp_path: Path
-) -> None:
+def test_a_function_is_named_by_file_or_by_module(custom, tmp_path):
     package = tmp_path / "my_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -159,9 +149,7 @@ def test_a_function_is_named_by_file_or_by_module(
         assert scores(custom(reward=name)) == [1.0, 2.0, 4.0]
 
 
-def test_functions_may_be_async_and_mixed_with_others(
-    custom: Callable[..., Custom], seen: list[Any]
-) -> None:
+def test_functions_may_be_async_and_mixed_with_others(custom, seen):
     assert asyncio.run(scores(custom("slow_length"))) == [1.0, 2.0, 4.0]
     weights = [0.5, 3.0, 10.0]
     mixed = custom("slow_length", "right", "short_only", reward_weights=weights)
@@ -170,9 +158,7 @@ def test_functions_may_be_async_and_mixed_with_others(
 
 
 @pytest.mark.parametrize("name", ["one_short", "slow_one_short"])
-def test_a_wrong_number_of_rewards_is_rejected_as_that(
-    custom: Callable[..., Custom], name: str
-) -> None:
+def test_a_wrong_number_of_rewards_is_rejected_as_that(custom, name):
     task = custom(name)
     answers = [Answer(text, finished=True) for text in COMPLETIONS]
     (verdicts,) = Scoring({"": task})(task.prompts()[:1], [answers])
@@ -180,16 +166,14 @@ def test_a_wrong_number_of_rewards_is_rejected_as_that(
     assert verdicts == [Rejected("wrong_length", detail)] * 3
 
 
-def test_the_last_rows_are_held_out(custom: Callable[..., Custom]) -> None:
+def test_the_last_rows_are_held_out(custom):
     task = custom("length")
     assert [p.text for p in task.prompts()] == ["0+0=", "1+1=", "2+2=", "3+3=", "4+4="]
     assert [p.text for p in task.held_out()] == ["5+5=", "6+6="]
     assert task.held_out()[0].columns == {"answer": "10", "level": 2}
 
 
-def test_a_function_that_needs_another_column_is_told_before_anything_starts(
-    custom: Callable[..., Custom], tmp_path: Path
-) -> None:
+def test_a_function_that_needs_another_column_is_told_before_anything_starts(custom, tmp_path):
     (tmp_path / "needs.py").write_text(
         "def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]\n"
     )
@@ -198,7 +182,7 @@ def test_a_function_that_needs_another_column_is_told_before_anything_starts(
         custom(reward=f"{tmp_path}/needs.py:f").prompts()
 
 
-def test_other_data_are_held_out(custom: Callable[..., Custom], tmp_path: Path) -> None:
+def test_other_data_are_held_out(custom, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "test.jsonl").write_text(
         '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
@@ -221,9 +205,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_told_before_any_data_is_read(
-    custom: Callable[..., Custom], case: str
-) -> None:
+def test_a_mistake_is_told_before_any_data_is_read(custom, case):
     options, told = WRONG[case]
     with pytest.raises(ValueError) as error:
         custom("length", **{"data": "not read", **options})
@@ -243,9 +225,7 @@ DATA: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize(("rows", "told"), DATA.values(), ids=DATA)
-def test_data_that_cannot_be_prompts_are_told(
-    custom: Callable[..., Custom], rows: list[dict[str, Any]], told: str
-) -> None:
+def test_data_that_cannot_be_prompts_are_told(custom, rows, told):
     with pytest.raises(ValueError) as error:
         custom("length", rows=rows).prompts()
     assert told in str(error.value)

@@ -1,7 +1,5 @@
 """Rows are read as written; an error names the config key of the data."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -42,7 +40,7 @@ def write(path: Path, found: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
-def test_a_file_is_one_split(tmp_path: Path, suffix: str) -> None:
+def test_a_file_is_one_split(tmp_path, suffix):
     source = write(tmp_path / f"any.{suffix}", ROWS)
     assert rows("task.data", source, "train", required=("prompt", "level")) == ROWS
 
@@ -71,9 +69,7 @@ VALUES = [
     ending=st.sampled_from(["\n", "\r\n"]),
     encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
 )
-def test_csv_is_read_as_it_was_written(
-    tmp_path: Path, table: list[list[str]], separator: str, ending: str, encoding: str
-) -> None:
+def test_csv_is_read_as_it_was_written(tmp_path, table, separator, ending, encoding):
     """Whatever separates the values, ends the lines, or stands at the beginning of the file."""
     header = ["prompt", "answer", "note"]
     with (tmp_path / "a.csv").open("w", newline="", encoding=encoding) as file:
@@ -83,13 +79,13 @@ def test_csv_is_read_as_it_was_written(
     assert rows("task.data", str(tmp_path / "a.csv"), "train") == wanted
 
 
-def test_csv_with_an_index_and_empty_lines(tmp_path: Path) -> None:
+def test_csv_with_an_index_and_empty_lines(tmp_path):
     """pandas writes an index without a name; nobody can ask for it."""
     source = write_text(tmp_path / "a.csv", "\n,prompt\n0,a\n\n1,b\n\n")
     assert rows("task.data", source, "train") == [{"prompt": "a"}, {"prompt": "b"}]
 
 
-def test_the_header_shows_the_separator_outside_of_quotes(tmp_path: Path) -> None:
+def test_the_header_shows_the_separator_outside_of_quotes(tmp_path):
     for text in ('"prompt,\n long";answer\na,b;c\n', '"prompt,\n long";answer\ra,b;c\r'):
         source = write_text(tmp_path / "a.csv", text)
         assert rows("task.data", source, "train") == [{"prompt,\n long": "a,b", "answer": "c"}]
@@ -109,7 +105,7 @@ CSV = {
 
 
 @pytest.mark.parametrize("case", CSV)
-def test_csv_that_is_not_sound_is_refused(tmp_path: Path, case: str) -> None:
+def test_csv_that_is_not_sound_is_refused(tmp_path, case):
     content, told = CSV[case]
     with pytest.raises(ValueError, match=re.escape(told)):
         rows("task.data", write_text(tmp_path / "a.csv", content), "train")
@@ -117,16 +113,14 @@ def test_csv_that_is_not_sound_is_refused(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_a_byte_order_mark_is_no_part_of_the_data(
-    tmp_path: Path, suffix: str, encoding: str
-) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, suffix, encoding):
     path = tmp_path / f"a.{suffix}"
     write(path, ROWS)
     path.write_bytes(path.read_text().encode(encoding))
     assert rows("task.data", str(path), "train") == ROWS
 
 
-def test_a_folder_holds_a_file_for_each_split(tmp_path: Path) -> None:
+def test_a_folder_holds_a_file_for_each_split(tmp_path):
     write(tmp_path / "train.jsonl", ROWS[:2])
     write(tmp_path / "test.parquet", ROWS[2:])
     read = [rows("task.data", str(tmp_path), split) for split in ("train", "test")]
@@ -136,7 +130,7 @@ def test_a_folder_holds_a_file_for_each_split(tmp_path: Path) -> None:
         rows("task.data", str(tmp_path), "dev")
 
 
-def test_a_value_that_a_row_lacks_is_none(tmp_path: Path) -> None:
+def test_a_value_that_a_row_lacks_is_none(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2", "level": 5}])
     first, second = rows("task.data", source, "train")
     assert (first, second) == ({"prompt": "1", "level": None}, {"prompt": "2", "level": 5})
@@ -161,9 +155,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_file_that_cannot_be_read_is_told(
-    tmp_path: Path, case: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_is_told(tmp_path, case, capfd):
     name, content, told = WRONG[case]
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as error:
@@ -173,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_told(
     assert capfd.readouterr() == ("", "")  # nothing but the error
 
 
-def test_parquet_without_rows(tmp_path: Path) -> None:
+def test_parquet_without_rows(tmp_path):
     parquet.write_table(
         pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet"
     )
@@ -200,9 +192,7 @@ ODD: dict[str, tuple[pyarrow.Table, str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_column_that_json_cannot_hold_is_left_out(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_column_that_json_cannot_hold_is_left_out(tmp_path, kind, caplog):
     """A warning names its first such row; if the task needs it, the run is refused."""
     table, told = ODD[kind]
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -218,7 +208,7 @@ def test_a_column_that_json_cannot_hold_is_left_out(
             Custom(data=source, reward=f"{reward}:f", **option).prompts()
 
 
-def test_digits_that_no_one_reads_do_no_harm(tmp_path: Path) -> None:
+def test_digits_that_no_one_reads_do_no_harm(tmp_path):
     source = write_text(tmp_path / "a.jsonl", f'{{"prompt": "a", "odd": {"1" * 5000}}}')
     assert rows("task.data", source, "train") == [{"prompt": "a"}]
 
@@ -231,7 +221,7 @@ MEMORY: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("kind", MEMORY)
-def test_rows_in_memory_may_hold_anything(kind: str) -> None:
+def test_rows_in_memory_may_hold_anything(kind):
     table = [{"prompt": p, "odd": v} for p, v in zip("ab", MEMORY[kind], strict=True)]
     frame = pandas.DataFrame(table, dtype=object)
     for checked in (to_rows("data", table), to_rows("data", frame)):
@@ -244,7 +234,7 @@ def test_rows_in_memory_may_hold_anything(kind: str) -> None:
             assert checked == [{"prompt": "a"}, {"prompt": "b"}]
 
 
-def test_images_of_a_data_set_are_not_even_decoded() -> None:
+def test_images_of_a_data_set_are_not_even_decoded():
     table = {"prompt": ["a"], "image": [{"bytes": b"no image", "path": None}]}
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
     assert to_rows("data", datasets.Dataset.from_dict(table, features=features)) == [
@@ -252,7 +242,7 @@ def test_images_of_a_data_set_are_not_even_decoded() -> None:
     ]
 
 
-def test_equal_names_of_columns_are_refused() -> None:
+def test_equal_names_of_columns_are_refused():
     frame = pandas.DataFrame([["a", 1, 2]], columns=["prompt", "x", "x"])
     for data in (frame, [{"prompt": "a", 1: 2, "1": 3}]):
         with pytest.raises(ValueError, match=r"data=: 2 columns are called '.'; rename"):
@@ -262,12 +252,12 @@ def test_equal_names_of_columns_are_refused() -> None:
 @pytest.mark.parametrize(
     "source", ["nowhere.jsonl", "./nowhere", "/nowhere/at/all", "~/nowhere.parquet"]
 )
-def test_a_missing_file_is_told(source: str) -> None:
+def test_a_missing_file_is_told(source):
     with pytest.raises(ValueError, match=f"task.data = {source!r}: no such file or folder"):
         rows("task.data", source, "train")
 
 
-def test_a_hub_name_that_cannot_be_reached_is_told() -> None:
+def test_a_hub_name_that_cannot_be_reached_is_told():
     told = r"'nobody/nothing' cannot be read: .* give a file .*, a folder of them, or a hub name"
     with pytest.raises(ValueError, match=told):
         rows("task.data", "nobody/nothing", "train")

@@ -1,7 +1,5 @@
 """The grader of the paper's GSM8K experiment compares last numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def question(gold: str) -> Prompt:
     not (GSM8K / "test.jsonl").is_file(),
     reason="needs GSM8K's test.jsonl, which is not in ../shared/data/gsm8k",
 )
-def test_every_gold_answer_is_right() -> None:
+def test_every_gold_answer_is_right():
     task = Gsm8k(data=str(GSM8K))
     prompts = task.held_out()
     assert len(prompts) == 1319
@@ -33,14 +31,14 @@ def test_every_gold_answer_is_right() -> None:
 
 
 @pytest.mark.parametrize("gold", ["none", "", "3.0.0", "3 or 7", "10 - 4", "1 000"])
-def test_what_is_not_one_number_is_no_right_answer(tmp_path: Path, gold: str) -> None:
+def test_what_is_not_one_number_is_no_right_answer(tmp_path, gold):
     rows = [{"question": f"{a}?", "answer": f"So.\n#### {a}"} for a in ("$5", "-3 1/2 m", gold)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"row 2 has the answer .*; end it with #### and one num"):
         Gsm8k(data=str(tmp_path)).prompts()
 
 
-def test_prompts(tmp_path: Path) -> None:
+def test_prompts(tmp_path):
     rows = [{"question": f"What is {i}, and {{x}}?", "answer": f"#### {i}"} for i in range(5)]
     for split, found in (("train", rows[:3]), ("test", rows[3:])):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
@@ -56,7 +54,7 @@ def test_prompts(tmp_path: Path) -> None:
         Gsm8k(prompt="Solve this:")
 
 
-def test_few_shot_prompts_show_solutions_without_annotations(tmp_path: Path) -> None:
+def test_few_shot_prompts_show_solutions_without_annotations(tmp_path):
     """Examples are the first training questions; the model sees how an answer ends."""
     rows = [{"question": f"{i}?", "answer": f"{i} <<{i}=0>>is it.\n#### {i}"} for i in range(4)]
     for split, own in (("train", rows[:3]), ("test", rows[3:])):
@@ -68,7 +66,7 @@ def test_few_shot_prompts_show_solutions_without_annotations(tmp_path: Path) -> 
     assert task.score(task.held_out()[0], [Answer("3", True), Answer("2", True)]) == [1.0, 0.0]
 
 
-def test_an_answer_in_the_format_has_its_weight() -> None:
+def test_an_answer_in_the_format_has_its_weight():
     """The format is that of the data set: a last line `#### number`, and no cut-off."""
     texts = ("So 7.\n#### 7", "#### $1,080 \n", "7", "#### 7\nor 8", "####", "#### seven")
     task = Gsm8k(format_weight=0.25)

@@ -1,7 +1,5 @@
 """A judge over HTTP, against a local server that is slow, busy, broken, or talks nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -50,9 +48,7 @@ def ask(judge: Http, *completions: str) -> list[float]:
     return asyncio.run(judge(["p"] * len(completions), list(completions), column=[1]))
 
 
-def test_a_classifier_scores_a_group_in_one_request(
-    server: Judge, classify: Callable[..., Http]
-) -> None:
+def test_a_classifier_scores_a_group_in_one_request(server, classify):
     judge = classify()
     assert ask(judge, "a", "bcd") == [0.02, 0.04]
     assert server.bodies == [{"model": "m", "input": ["a", "bcd"]}]
@@ -63,9 +59,7 @@ def test_a_classifier_scores_a_group_in_one_request(
     assert server.bodies[-1]["use_activation"] is False
 
 
-def test_without_a_template_the_server_gets_messages(
-    server: Judge, classify: Callable[..., Http]
-) -> None:
+def test_without_a_template_the_server_gets_messages(server, classify):
     assert ask(classify(template=None), "a", "bcd") == [0.04, 0.06]
     messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
     assert {"model": "m", "messages": messages} in server.bodies
@@ -75,7 +69,7 @@ def test_without_a_template_the_server_gets_messages(
 @pytest.mark.parametrize(
     "reply", [Reply(429), Reply(500), Reply(503, "<html>"), Reply(drop=True), Reply(delay=2.0)]
 )
-def test_a_request_is_repeated(server: Judge, classify: Callable[..., Http], reply: Reply) -> None:
+def test_a_request_is_repeated(server, classify, reply):
     server.script.extend([reply, reply])
     assert ask(classify(deadline=0.5), "a") == [0.02]
     assert len(server.bodies) == 3
@@ -96,9 +90,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_repetition_waits_at_least_as_long_as_the_server_asks(
-    server: Judge, classify: Callable[..., Http], waits: list[float], status: int
-) -> None:
+def test_a_repetition_waits_at_least_as_long_as_the_server_asks(server, classify, waits, status):
     asked = ["7", "50", "soon"]
     server.script.extend([Reply(status, headers={"Retry-After": text}) for text in asked])
     ask(classify(), "a")
@@ -107,15 +99,13 @@ def test_a_repetition_waits_at_least_as_long_as_the_server_asks(
     assert waits[2] <= 0.08
 
 
-def test_the_waits_are_real(server: Judge, classify: Callable[..., Http]) -> None:
+def test_the_waits_are_real(server, classify):
     server.script.append(Reply(429, headers={"Retry-After": "1"}))
     assert ask(classify(), "a") == [0.02]
     assert server.times[1] - server.times[0] >= 1.0
 
 
-def test_a_wait_that_is_too_long_is_an_error_at_once(
-    server: Judge, classify: Callable[..., Http]
-) -> None:
+def test_a_wait_that_is_too_long_is_an_error_at_once(server, classify):
     server.always = Reply(429, headers={"Retry-After": "3600"})
     with pytest.raises(JudgeError, match=r"status 429: .*\(to be repeated after 3600 s\)"):
         ask(classify(), "a")
@@ -130,9 +120,7 @@ def test_a_wait_that_is_too_long_is_an_error_at_once(
         (Reply(delay=0.5), "failed 3 times: TimeoutError"),
     ],
 )
-def test_after_the_last_repetition_it_is_an_error(
-    server: Judge, classify: Callable[..., Http], reply: Reply, told: str
-) -> None:
+def test_after_the_last_repetition_it_is_an_error(server, classify, reply, told):
     server.always = reply
     with pytest.raises(JudgeError) as error:
         ask(classify(retries=2, deadline=0.1 if reply.delay else 10.0), "a")
@@ -153,9 +141,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("case", NONSENSE)
-def test_nonsense_is_an_error_at_once(
-    server: Judge, classify: Callable[..., Http], case: str
-) -> None:
+def test_nonsense_is_an_error_at_once(server, classify, case):
     body, told = NONSENSE[case]
     server.always = Reply(400, "no such model") if body is None else Reply(body=body)
     with pytest.raises(JudgeError) as error:
@@ -165,7 +151,7 @@ def test_nonsense_is_an_error_at_once(
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_so_many_requests_run_at_one_time(server: Judge, concurrency: int) -> None:
+def test_so_many_requests_run_at_one_time(server, concurrency):
     """Those of all groups together."""
     server.always = Reply(delay=0.05 * concurrency)
     judge = Http(f"{server.url}/classify", "m", concurrency=concurrency)
@@ -191,9 +177,7 @@ def task(server: Judge, tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-def test_groups_are_scored_and_a_bad_answer_costs_itself(
-    server: Judge, task: Callable[..., Any]
-) -> None:
+def test_groups_are_scored_and_a_bad_answer_costs_itself(server, task):
     guard = Scoring({"": task()})
     prompts = [Prompt(str(i), "1+1=") for i in range(4)]
     answers = [[Answer("x" * i + t, True) for t in "yz"] for i in range(4)]
@@ -207,7 +191,7 @@ def test_groups_are_scored_and_a_bad_answer_costs_itself(
     assert bad.detail.endswith(f"JudgeError: {server.url}/classify failed: status 400: too long\n")
 
 
-def test_a_judge_that_works_is_accepted(server: Judge, task: Callable[..., Any]) -> None:
+def test_a_judge_that_works_is_accepted(server, task):
     task().check()
     assert [body["input"] for body in server.bodies] == [["Hello"]]
 
@@ -221,13 +205,7 @@ def test_a_judge_that_works_is_accepted(server: Judge, task: Callable[..., Any])
         (Reply(body="{}"), "answered nonsense (data: Field required)"),
     ],
 )
-def test_a_judge_that_does_not_work_at_the_start_is_refused(
-    server: Judge,
-    task: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    reply: Reply,
-    told: str,
-) -> None:
+def test_a_judge_that_does_not_work_at_the_start_is_refused(server, task, monkeypatch, reply, told):
     monkeypatch.setattr(http, "REACHED_WITHIN", 3.0)  # a busy machine needs a part of it
     server.always, began = reply, time.monotonic()
     with pytest.raises(ValueError) as error:
@@ -237,7 +215,7 @@ def test_a_judge_that_does_not_work_at_the_start_is_refused(
     assert told in str(error.value)
 
 
-def test_a_judge_that_cannot_be_reached_is_refused_within_five_seconds() -> None:
+def test_a_judge_that_cannot_be_reached_is_refused_within_five_seconds():
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"^http://127\.0\.0\.1:9/classify failed: Conn"):
         Http("http://127.0.0.1:9/classify", "m").check()
@@ -257,7 +235,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_option_is_refused(case: str) -> None:
+def test_a_wrong_option_is_refused(case):
     options, told = WRONG[case]
     given = {"url": "http://localhost:8000/classify", "model": "m"} | options
     with pytest.raises(ValueError) as error:
@@ -266,12 +244,7 @@ def test_a_wrong_option_is_refused(case: str) -> None:
     assert CANARY not in str(error.value)
 
 
-def test_the_key_is_sent_and_told_nowhere(
-    server: Judge,
-    classify: Callable[..., Http],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_key_is_sent_and_told_nowhere(server, classify, monkeypatch, caplog):
     """Not even if the server repeats it in an error."""
     monkeypatch.setenv("JUDGE_KEY", f"{CANARY}\n")
     judge = classify(api_key_env="JUDGE_KEY", retries=1)
@@ -307,8 +280,8 @@ class Asked:
 
 @pytest.mark.parametrize("value", [None, "", "two words", "line\nbreak", "ключ"])
 def test_a_key_that_is_missing_or_impossible_is_refused_without_quoting_it(
-    classify: Callable[..., Http], monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
+    classify, monkeypatch, value
+):
     """The user may also have written the key itself instead of the variable's name."""
     monkeypatch.delenv(CANARY, raising=False)
     if value is not None:
@@ -321,9 +294,7 @@ def test_a_key_that_is_missing_or_impossible_is_refused_without_quoting_it(
         assert not value or value not in str(error.value)
 
 
-def test_the_key_is_in_no_file_of_a_run(
-    server: Judge, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_is_in_no_file_of_a_run(server, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     rows = "".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8))
     (tmp_path / "data.jsonl").write_text(rows)

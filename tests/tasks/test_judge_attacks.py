@@ -1,7 +1,5 @@
 """Judges' servers that are hostile or confused: what they send has limits, and is checked."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -40,7 +38,7 @@ def data(*rows: Any) -> str:
     return json.dumps({"data": [{"index": index, "probs": probs} for index, probs in rows]})
 
 
-def test_scores_may_come_in_any_order(asked: Callable[..., list[float]]) -> None:
+def test_scores_may_come_in_any_order(asked):
     assert asked(body(data((2, [0.3]), (0, [0.1]), (1, [1]))), 3) == [0.1, 1.0, 0.3]
 
 
@@ -62,7 +60,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_score_is_none(case: str, asked: Callable[..., list[float]]) -> None:
+def test_a_wrong_score_is_none(case, asked):
     with pytest.raises(JudgeError, match="answered"):
         asked(body(WRONG[case]))
 
@@ -78,7 +76,7 @@ def test_a_wrong_score_is_none(case: str, asked: Callable[..., list[float]]) -> 
         [(0, [0.1]), (1, [0.2]), (1, [0.2])],
     ],
 )
-def test_each_text_has_its_own_score(rows: Any, asked: Callable[..., list[float]]) -> None:
+def test_each_text_has_its_own_score(rows, asked):
     with pytest.raises(JudgeError, match="answered"):
         asked(body(data(*rows)), 2)
 
@@ -95,15 +93,13 @@ def test_each_text_has_its_own_score(rows: Any, asked: Callable[..., list[float]
         ),
     ],
 )
-def test_an_answer_has_a_limit(
-    reply: Reply, message: str, asked: Callable[..., list[float]]
-) -> None:
+def test_an_answer_has_a_limit(reply, message, asked):
     with pytest.raises(JudgeError, match=message):
         asked(reply)
 
 
 @pytest.mark.parametrize("value", ["probability", "log_probability"])
-def test_a_probability_is_from_0_to_1(value: str, asked: Callable[..., list[float]]) -> None:
+def test_a_probability_is_from_0_to_1(value, asked):
     with pytest.raises(
         JudgeError, match=r"answered the probability 1\.5, which is not from 0 to 1"
     ):
@@ -111,7 +107,7 @@ def test_a_probability_is_from_0_to_1(value: str, asked: Callable[..., list[floa
     assert asked(body(data((0, [1.5]))), value="logit") == [1.5]
 
 
-def test_an_endless_answer_ends_with_the_deadline(asked: Callable[..., list[float]]) -> None:
+def test_an_endless_answer_ends_with_the_deadline(asked):
     began = time.monotonic()
     with pytest.raises(JudgeError, match="TimeoutError"):
         asked(Reply(body=b" ", again=0.02), deadline=0.2)
@@ -121,9 +117,7 @@ def test_an_endless_answer_ends_with_the_deadline(asked: Callable[..., list[floa
 KEY = "sk-Canary/4711+x"
 
 
-def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(
-    asked: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(asked, monkeypatch):
     """In base64, backwards, or in any other form."""
     for status in (200, 401):
         monkeypatch.setenv("JUDGE_KEY", KEY)
@@ -140,14 +134,12 @@ LOOPBACK += ["0x7f.0.0.1", "[::ffff:0.0.0.0]", "127.0.0.1."]
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_no_proxy_leads_to_this_machine(host: str) -> None:
+def test_no_proxy_leads_to_this_machine(host):
     assert is_loopback(f"http://{host}/x")
 
 
 @pytest.mark.parametrize("host", ["localhost.example.org", "10.0.0.1", "[::ffff:10.0.0.1]"])
-def test_a_proxy_that_leads_to_others_is_named_once(
-    host: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_that_leads_to_others_is_named_once(host, caplog, monkeypatch):
     monkeypatch.setenv("all_proxy", "http://user:password@127.0.0.1:9")
     for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -159,9 +151,7 @@ def test_a_proxy_that_leads_to_others_is_named_once(
     assert caplog.messages == [f"{url} is asked through a proxy of the environment, 127.0.0.1:9"]
 
 
-def test_a_proxy_of_the_environment_is_not_used_for_it(
-    asked: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_of_the_environment_is_not_used_for_it(asked, monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://user:password@127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)

@@ -1,7 +1,5 @@
 """Judges in the searcher's process: tiny random models, compared with a direct computation."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import string
@@ -128,9 +126,7 @@ JOINED = [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 @pytest.mark.parametrize("token_budget", [1, 40, 16_384])
-def test_a_reward_models_logits_do_not_depend_on_the_batch(
-    make: Make, kind: str, token_budget: int
-) -> None:
+def test_a_reward_models_logits_do_not_depend_on_the_batch(make, kind, token_budget):
     folder = make(kind)
     judge = Classifier(str(folder), token_budget=token_budget)
     judge.check()
@@ -141,9 +137,7 @@ def test_a_reward_models_logits_do_not_depend_on_the_batch(
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_judge_computes_in_bf16_where_that_is_faster(
-    make: Make, kind: str, fast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_computes_in_bf16_where_that_is_faster(make, kind, fast, monkeypatch):
     monkeypatch.setattr(judge_models, "computes_in_bf16", lambda policy, device: fast)
     folder = make(kind)
     judge, expected = Classifier(str(folder)), logits(folder, JOINED)[:, 0]
@@ -154,9 +148,7 @@ def test_a_judge_computes_in_bf16_where_that_is_faster(
 
 
 @pytest.mark.parametrize(("pad", "reads_eos"), [(0, True), (1, False), (None, True)])
-def test_a_score_is_read_at_the_last_token_that_is_not_the_configs_padding(
-    make: Make, pad: int | None, reads_eos: bool
-) -> None:
+def test_a_score_is_read_at_the_last_token_that_is_not_the_configs_padding(make, pad, reads_eos):
     """If that is EOS (1), the score of a text does not depend on whether it ends with EOS."""
     folder = make()
     config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": pad}
@@ -167,7 +159,7 @@ def test_a_score_is_read_at_the_last_token_that_is_not_the_configs_padding(
 
 
 @pytest.mark.parametrize("label", ["toxic", 2])
-def test_one_label_of_several_is_scored(make: Make, label: str | int) -> None:
+def test_one_label_of_several_is_scored(make, label):
     folder = make("bert", labels=("fine", "rude", "toxic"))
 
     def score(value: Any) -> list[float]:
@@ -181,13 +173,13 @@ def test_one_label_of_several_is_scored(make: Make, label: str | int) -> None:
     close(score("log_probability"), expected.log_softmax(-1)[:, 2])
 
 
-def test_labels_that_exclude_nothing_have_probabilities_of_their_own(make: Make) -> None:
+def test_labels_that_exclude_nothing_have_probabilities_of_their_own(make):
     folder = make("bert", ("rude", "toxic"), problem_type="multi_label_classification")
     judge = Classifier(str(folder), label="toxic", value="probability")
     close(judge(PROMPTS, COMPLETIONS), logits(folder, JOINED).sigmoid()[:, 1])
 
 
-def test_the_chat_template_is_used_if_there_is_one(make: Make) -> None:
+def test_the_chat_template_is_used_if_there_is_one(make):
     folder = make(chat=True)
     texts = [f"<|user|>{p}<|assistant|>{c}" for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     judge, expected = Classifier(str(folder)), logits(folder, texts)[:, 0]
@@ -197,7 +189,7 @@ def test_the_chat_template_is_used_if_there_is_one(make: Make) -> None:
     close(judge(chats, answers), expected)
 
 
-def test_a_completion_cannot_write_the_control_tokens_of_the_chat_template(make: Make) -> None:
+def test_a_completion_cannot_write_the_control_tokens_of_the_chat_template(make):
     folder = make(chat=True)
     model = JudgeModel(str(folder), "AutoModelForSequenceClassification", "auto", 100)
     (row,) = model.encode(["a"], ["b<|user|>"], None)
@@ -205,7 +197,7 @@ def test_a_completion_cannot_write_the_control_tokens_of_the_chat_template(make:
     assert [token for token in row if token in control] == control
 
 
-def test_a_text_that_is_too_long_costs_only_its_answer(make: Make, tmp_path: Path) -> None:
+def test_a_text_that_is_too_long_costs_only_its_answer(make, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1="}\n' * 3)
     options = {"data": str(tmp_path / "data.jsonl"), "held_out_size": 1}
     reward = {"use": "classifier", "model": str(make())}
@@ -219,9 +211,7 @@ def test_a_text_that_is_too_long_costs_only_its_answer(make: Make, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["causal", "gpt2"])
 @pytest.mark.parametrize("token_budget", [1, 16_384])
-def test_a_guard_model_is_scored_by_the_first_tokens_of_its_words(
-    make: Make, token_budget: int, kind: str
-) -> None:
+def test_a_guard_model_is_scored_by_the_first_tokens_of_its_words(make, token_budget, kind):
     folder = make(kind)
     template = "Is {completion} rude? {prompt}"
     texts = [template.replace("{prompt}", p).replace("{completion}", c)
@@ -238,7 +228,7 @@ def test_a_guard_model_is_scored_by_the_first_tokens_of_its_words(
     close(score("log_probability"), both.log_softmax(-1)[:, 0])
 
 
-def test_a_guards_chat_template_asks_for_its_answer_which_may_have_a_prefix(make: Make) -> None:
+def test_a_guards_chat_template_asks_for_its_answer_which_may_have_a_prefix(make):
     folder = make("causal", chat=True)
     judge = GuardModel(str(folder), positive="yes", negative="no", prefix=" =")
     texts = [f"<|user|>{p}<|assistant|>{c}<|assistant|> ="
@@ -246,7 +236,7 @@ def test_a_guards_chat_template_asks_for_its_answer_which_may_have_a_prefix(make
     close(judge(PROMPTS, COMPLETIONS), next_logits(folder, texts, "yn").softmax(-1)[:, 0])
 
 
-def test_a_template_is_filled_once() -> None:
+def test_a_template_is_filled_once():
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{completion}"}]
     assert fill("{prompt} -> {completion}", chat, "{prompt}") == (
         "Be brief.\n\n{completion} -> {prompt}"
@@ -276,7 +266,7 @@ WRONG: dict[str, tuple[type, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_model_is_refused_before_its_weights_are_read(make: Make, case: str) -> None:
+def test_a_wrong_model_is_refused_before_its_weights_are_read(make, case):
     cls, kind, options, told = WRONG[case]
     folder = make(**kind)
     (folder / "model.safetensors").unlink()
@@ -286,14 +276,14 @@ def test_a_wrong_model_is_refused_before_its_weights_are_read(make: Make, case: 
 
 
 @pytest.mark.parametrize("judge", [Classifier, GuardModel])
-def test_a_model_that_does_not_exist_is_refused(judge: type, tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_is_refused(judge, tmp_path):
     with pytest.raises(ValueError, match=r"model = '\./nowhere': no such folder"):
         judge("./nowhere", template="{completion}").check()
     with pytest.raises(ValueError, match=r"template must contain \{completion\}"):
         judge(str(tmp_path), template="{prompt}")
 
 
-def test_a_model_without_a_trained_head_is_refused(make: Make) -> None:
+def test_a_model_without_a_trained_head_is_refused(make):
     folder = make("causal")
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good"}}
@@ -314,9 +304,7 @@ def test_a_model_without_a_trained_head_is_refused(make: Make) -> None:
         ("task.judge", lambda wrong, good: ("redteam", {"judge": wrong, "victim": wrong["model"]})),
     ],
 )
-def test_an_error_begins_with_the_option_that_names_the_judge(
-    make: Make, place: str, of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_begins_with_the_option_that_names_the_judge(make, place, of, monkeypatch):
     """Also in a part of a mixture."""
     monkeypatch.setattr(Victim, "check", lambda victim: None)
     wrong, good = ({"use": "classifier", "model": str(make(k))} for k in ("causal", "llama"))
@@ -330,7 +318,7 @@ def test_an_error_begins_with_the_option_that_names_the_judge(
             mixed.build().check()
 
 
-def test_judges_of_one_process_share_a_model(make: Make) -> None:
+def test_judges_of_one_process_share_a_model(make):
     folder = str(make(labels=("fine", "rude")))
     judges = [Classifier(folder, label=name) for name in ("fine", "rude")]
     for judge in judges:
@@ -342,7 +330,7 @@ def test_judges_of_one_process_share_a_model(make: Make) -> None:
     assert model._model is not fine._model
 
 
-def test_a_pickled_judge_leaves_its_model_behind(make: Make) -> None:
+def test_a_pickled_judge_leaves_its_model_behind(make):
     judge = Classifier(str(make()))
     before = judge(PROMPTS, COMPLETIONS)
     packed = pickle.dumps(judge)
@@ -365,9 +353,7 @@ def settings(words: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_the_searcher_loads_a_judge_once_and_the_driver_does_not(
-    settings: list[str], make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_searcher_loads_a_judge_once_and_the_driver_does_not(settings, make, monkeypatch):
     loaded: list[str] = []
     load_model = JudgeModel.load
 
@@ -386,9 +372,7 @@ def test_the_searcher_loads_a_judge_once_and_the_driver_does_not(
     assert loaded == ["cpu"]
 
 
-def test_a_run_is_trained_by_a_judge_whose_options_are_in_its_config(
-    settings: list[str], make: Make, tmp_path: Path
-) -> None:
+def test_a_run_is_trained_by_a_judge_whose_options_are_in_its_config(settings, make, tmp_path):
     table = {"use": "guard", "model": str(make("causal", chat=True)), "value": "log_probability"}
     pairs = ", ".join(f"{key} = '{value}'" for key, value in table.items())
     summary = tba.train(load(None, [*settings, f"task.reward={{{pairs}}}"])).summary

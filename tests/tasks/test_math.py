@@ -1,7 +1,5 @@
 """Boxed answers are graded in time, in the main thread of a process; test_pairs.py has grades."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +30,7 @@ def graded(gold: str | None, *texts: str, **options: Any) -> list[float | None]:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compared_in_time_has_no_reward() -> None:
+def test_what_cannot_be_compared_in_time_has_no_reward():
     """By math-verify's own limit, in the main thread of the scoring process, which goes on."""
     guard = Scoring({"": Math()}, ScoringProcess({"": Math}, max_memory=4.0), 10.0)
     answers = [boxed(text) for text in ("\\frac{14}{2}", HANGS, "8", "10000000!")]
@@ -42,7 +40,7 @@ def test_what_cannot_be_compared_in_time_has_no_reward() -> None:
     assert told == [1.0, "none", 0.0, "none"]
 
 
-def test_outside_of_a_main_thread_it_is_refused() -> None:
+def test_outside_of_a_main_thread_it_is_refused():
     """There math-verify would hang, or find everything wrong."""
     with ThreadPoolExecutor(1) as threads:
         scored = threads.submit(graded, "7", "\\boxed{6 + 0}")
@@ -50,7 +48,7 @@ def test_outside_of_a_main_thread_it_is_refused() -> None:
             scored.result()
 
 
-def test_the_last_box_counts() -> None:
+def test_the_last_box_counts():
     assert last_boxed(r"\boxed{1}, no, \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     assert last_boxed(r"\boxed{\left\{ 1, \{2\} \right.} and \fbox {3}") == "3"
     assert last_boxed(r"\boxed{ \left\{ x \right. }") == r"\left\{ x \right."
@@ -62,7 +60,7 @@ def test_the_last_box_counts() -> None:
     ]  # fmt: skip
 
 
-def test_an_answer_in_the_format_has_its_weight() -> None:
+def test_an_answer_in_the_format_has_its_weight():
     texts = (r"\boxed{7}", r"\boxed{8}", "7")
     answers = [Answer(text, finished) for text in texts for finished in (True, False)]
     scores = Math(format_weight=0.25).score(prompt("7"), answers)
@@ -71,7 +69,7 @@ def test_an_answer_in_the_format_has_its_weight() -> None:
         resolve("tasks", "task", "math", {"format_weight": 1.0})
 
 
-def test_a_problem_without_an_answer_has_no_reward() -> None:
+def test_a_problem_without_an_answer_has_no_reward():
     assert graded(None, r"\boxed{7}", "8") == [None, None]
 
 
@@ -79,7 +77,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path) -> None:
+def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path):
     write(
         tmp_path / "train.jsonl",
         [
@@ -113,7 +111,7 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path: Path)
 @pytest.mark.parametrize(
     "answer", ["none", "N/A", "3 or 7", r"\boxed{3 or 7}", "3.0.0", "1..5", "3 7"]
 )
-def test_an_answer_that_is_none_or_several_is_refused(tmp_path: Path, answer: str) -> None:
+def test_an_answer_that_is_none_or_several_is_refused(tmp_path, answer):
     """In MATH, such words stand in `\\text`."""
     real = [r"\text{None}", r"-2 \text{ or } -12", r"\text{neither}", "D"]
     write(tmp_path / "train.jsonl", [{"problem": "?", "answer": gold} for gold in real])

@@ -1,7 +1,5 @@
 """Several tasks in one run: prompts in proportion, each part scored and measured by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
@@ -38,7 +36,7 @@ def stream(model: Path, folder: Path, *settings: str) -> PromptStream:
     return check(config(model, folder, *MIXED, *settings)).prompt_stream()
 
 
-def test_an_answer_is_scored_by_the_task_of_its_prompt() -> None:
+def test_an_answer_is_scored_by_the_task_of_its_prompt():
     task = mixture({"ones": {"use": "toy.Ones"}, "toy": {"use": "toy.Toy"}})
     answers = [Answer("12", True), Answer("2", False)]
     prompts = {part(p): p for p in task.prompts()}
@@ -48,7 +46,7 @@ def test_an_answer_is_scored_by_the_task_of_its_prompt() -> None:
     assert task.pass_reward is None
 
 
-def test_a_part_knows_its_prompts_by_their_own_ids_and_may_be_async(tmp_path: Path) -> None:
+def test_a_part_knows_its_prompts_by_their_own_ids_and_may_be_async(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "a"}\n' * 3)
     (tmp_path / "f.py").write_text("async def right(completions, answer):\n    return [1.0, None]")
     words = {"use": "custom", "data": f"{tmp_path}/data.jsonl", "reward": f"{tmp_path}/f.py:right"}
@@ -61,7 +59,7 @@ def test_a_part_knows_its_prompts_by_their_own_ids_and_may_be_async(tmp_path: Pa
     assert asyncio.run(scores) == [1.0, None]  # type: ignore[arg-type]
 
 
-def test_any_beginning_of_the_held_out_prompts_has_the_weights() -> None:
+def test_any_beginning_of_the_held_out_prompts_has_the_weights():
     small = {"use": "arithmetic", "train_size": 5, "held_out_size": 40}
     task = mixture({"a": small | {"weight": 3.0}, "b": small | {"seed": 1}})
     chosen = [part(p) for p in task.held_out()]
@@ -71,9 +69,7 @@ def test_any_beginning_of_the_held_out_prompts_has_the_weights() -> None:
 
 
 @pytest.mark.parametrize("selection", ["cyclic", "uniform"])
-def test_prompts_come_in_proportion_to_the_weights_at_any_time(
-    tiny_model: Path, tmp_path: Path, selection: str
-) -> None:
+def test_prompts_come_in_proportion_to_the_weights_at_any_time(tiny_model, tmp_path, selection):
     prompts = stream(tiny_model, tmp_path, f"selection={selection}")
     chosen: list[str] = []
     for count in (1, 2, 3, 5, 8, 0, 21):
@@ -81,7 +77,7 @@ def test_prompts_come_in_proportion_to_the_weights_at_any_time(
         assert abs(chosen.count("ones") - 0.75 * len(chosen)) < 1
 
 
-def test_a_resumed_stream_goes_on_as_it_would_have(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_stream_goes_on_as_it_would_have(tiny_model, tmp_path):
     whole, resumed = (stream(tiny_model, tmp_path) for _ in range(2))
     taken = whole.take(5)
     whole.done(taken, [])
@@ -89,11 +85,11 @@ def test_a_resumed_stream_goes_on_as_it_would_have(tiny_model: Path, tmp_path: P
     assert [resumed.take(n) for n in (3, 1, 7)] == [whole.take(n) for n in (3, 1, 7)]
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model, tmp_path):
     resumes_exactly(tiny_model, tmp_path, *MIXED)
 
 
-def test_each_part_is_selected_by_its_own_pass_reward(tiny_model: Path, tmp_path: Path) -> None:
+def test_each_part_is_selected_by_its_own_pass_reward(tiny_model, tmp_path):
     """A reward of 1 is right in one part and wrong in the other."""
     settings = (
         "task=mixture", "selection=difficulty", "task.parts.low.use=toy.Ones",
@@ -107,7 +103,7 @@ def test_each_part_is_selected_by_its_own_pass_reward(tiny_model: Path, tmp_path
     assert (low, high) == ([5.0, 1.0], [1.0, 5.0])
 
 
-def test_metrics_come_for_each_part(tiny_model: Path, tmp_path: Path) -> None:
+def test_metrics_come_for_each_part(tiny_model, tmp_path):
     run(config(tiny_model, tmp_path, *MIXED, "eval.prompts=8", "trainer.batch_size=16"))
     rows = read(tmp_path / METRICS)
     steps = [row for row in rows if "loss" in row]
@@ -148,7 +144,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_an_error_about_the_data_of_a_part_names_the_part(tmp_path: Path) -> None:
+def test_an_error_about_the_data_of_a_part_names_the_part(tmp_path):
     (tmp_path / "few.jsonl").write_text('{"prompt": "1", "answer": "a"}\n' * 3)
     part = {"use": "custom", "data": f"{tmp_path}/few.jsonl", "reward": "math:fsum"}
     with pytest.raises(ValueError, match=r"^\[task.parts.words\]: task.data = .* has only 3 rows"):
@@ -159,7 +155,7 @@ def test_an_error_about_the_data_of_a_part_names_the_part(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_told_before_anything_starts(case: str) -> None:
+def test_a_mistake_is_told_before_anything_starts(case):
     parts, told = WRONG[case]
     with pytest.raises(ValueError) as error:
         mixture(parts)

@@ -1,7 +1,5 @@
 """Data as they are: named columns, chat templates that the tokenizer has or lacks, doubled BOS."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -78,9 +76,7 @@ def config(model: str, task: dict[str, Any], **tables: Any) -> Config:
     return Config(**{"policy": {"model": model}, **whole})
 
 
-def test_columns_keep_their_names_and_get_those_of_templates_and_rewards(
-    data: dict[str, Any],
-) -> None:
+def test_columns_keep_their_names_and_get_those_of_templates_and_rewards(data):
     import column_rewards
 
     column_rewards.seen.clear()
@@ -96,21 +92,21 @@ def test_columns_keep_their_names_and_get_those_of_templates_and_rewards(
     assert template.held_out()[0].text == "4: 4+4? (4+4?)"
 
 
-def test_the_columns_of_messages_may_have_any_name(data: dict[str, Any], tmp_path: Path) -> None:
+def test_the_columns_of_messages_may_have_any_name(data, tmp_path):
     rows = [{"chat": [{"role": "user", "content": "Hi"}], "solution": "Hello"}] * 3
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompt = Custom(**data | {"prompt_column": "chat"}).prompts()[0]
     assert prompt.text == rows[0]["chat"]
 
 
-def test_a_column_that_is_missing_is_told(data: dict[str, Any]) -> None:
+def test_a_column_that_is_missing_is_told(data):
     with pytest.raises(ValueError, match=r"has no column 'prompt'.* or set task\.prompt_column"):
         Custom(**data | {"prompt_column": "prompt"}).prompts()
     with pytest.raises(ValueError, match="has no column 'anser'; it has question, solution"):
         Custom(**data | {"answer_column": "anser"}).prompts()
 
 
-def test_auto_chats_if_the_tokenizer_has_a_template(model: Model, data: dict[str, Any]) -> None:
+def test_auto_chats_if_the_tokenizer_has_a_template(model, data):
     """The config of the run says what was decided; a resumed run and the searchers keep it."""
     with_template, without = model(CHAT), model()
     chat = check(config(with_template, {**data, "chat": "auto", "system_prompt": "Add."}))
@@ -133,7 +129,7 @@ def test_auto_chats_if_the_tokenizer_has_a_template(model: Model, data: dict[str
         check(config(without, {**data, "chat": "yes"}))
 
 
-def test_auto_holds_for_parts_and_evaluation_sets(model: Model, data: dict[str, Any]) -> None:
+def test_auto_holds_for_parts_and_evaluation_sets(model, data):
     part = {"use": "custom", **data, "chat": "auto"}
     other = {**part, "shots": 1}
     mixed = config(model(CHAT), {"use": "mixture", "parts": {"a": part}})
@@ -143,9 +139,7 @@ def test_auto_holds_for_parts_and_evaluation_sets(model: Model, data: dict[str, 
     assert not isinstance(held_out.text, str)
 
 
-def test_the_advice_about_bos_is_given_once_for_all_prompts(
-    model: Model, data: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_advice_about_bos_is_given_once_for_all_prompts(model, data, caplog):
     """Those to train on, the held-out ones, and those of an evaluation set of the same task."""
     again = {"prompts": 1, "sets": {"b": {"prompt": BOS + "b: {prompt}"}}}
     for template, doubled in (("a: {prompt}", 2), (BOS + "{prompt}", 7)):
@@ -156,7 +150,7 @@ def test_the_advice_about_bos_is_given_once_for_all_prompts(
         ]
 
 
-def test_plain_text_for_want_of_a_template_is_noted(model: Model, data: dict[str, Any]) -> None:
+def test_plain_text_for_want_of_a_template_is_noted(model, data):
     """Once for all tasks, and not where there is a template, or nothing to decide."""
     asked, part = {**data, "chat": "auto"}, {"use": "custom", **data, "chat": "auto"}
     told = "prompts are used as plain text, because the tokenizer has no chat template"
@@ -168,7 +162,7 @@ def test_plain_text_for_want_of_a_template_is_noted(model: Model, data: dict[str
     assert check(config(model(CHAT), asked)).notes == check(config(model(), data)).notes == []
 
 
-def test_arguments_of_the_chat_template(model: Model) -> None:
+def test_arguments_of_the_chat_template(model):
     folder = model(CHAT)
     messages: list[Message] = [{"role": "user", "content": "Hi"}]
 
@@ -189,7 +183,7 @@ def test_arguments_of_the_chat_template(model: Model) -> None:
         check_resumed(now, before)
 
 
-def test_a_chat_is_written_in_one_way(model: Model, data: dict[str, Any], tmp_path: Path) -> None:
+def test_a_chat_is_written_in_one_way(model, data, tmp_path):
     """As the policy reads it, in the samples of batches and of evaluations, with the row's id."""
     given = config(
         model(CHAT), {**data, "chat": "on", "system_prompt": "Add."},
@@ -206,9 +200,7 @@ def test_a_chat_is_written_in_one_way(model: Model, data: dict[str, Any], tmp_pa
     assert sum(batch) == 4  # a whole group
 
 
-def test_long_prompts_are_left_out_and_counted(
-    model: Model, data: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_prompts_are_left_out_and_counted(model, data, tmp_path, caplog):
     texts = ["1?", "1+1+1+1?", "2?", "12345678?", "3?", "2+2+2+2?"]
     rows = [{"question": text, "solution": "1"} for text in texts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -233,9 +225,7 @@ def test_long_prompts_are_left_out_and_counted(
         check(config(folder, {**data, "max_prompt_tokens": 0}))
 
 
-def test_duplicates_are_dropped_also_of_held_out_rows(
-    model: Model, data: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, caplog):
     texts = ["1?", "2?", "1?", "9?", "3?", "9?", "8?", "9?"]
     rows = [{"question": text, "solution": str(i)} for i, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

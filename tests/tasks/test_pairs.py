@@ -1,7 +1,5 @@
 """Pairs of a right answer and a given one, decided by hand: what is right gets 1, nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -262,13 +260,13 @@ def misjudged(
 
 
 @pytest.mark.parametrize("kind", GSM8K)
-def test_numbers_are_graded_as_decided(kind: str) -> None:
+def test_numbers_are_graded_as_decided(kind):
     grade = Gsm8k().grade
     assert misjudged(GSM8K[kind], lambda gold, text: grade(f"It is.\n#### {gold}", text)[0]) == []
 
 
 @pytest.mark.parametrize("kind", MATH)
-def test_boxes_are_graded_as_decided(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_are_graded_as_decided(kind, monkeypatch):
     monkeypatch.setattr("tba.tasks.math.SECONDS", 60)  # on a machine however busy
 
     def score(gold: str, answer: str) -> float | None:
@@ -278,7 +276,7 @@ def test_boxes_are_graded_as_decided(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert misjudged(MATH[kind], score) == []
 
 
-def test_sums_are_texts() -> None:
+def test_sums_are_texts():
     prompt = Prompt("0", "1+2=", {"answer": "3"})
     texts = ("3", "03", "3.0", "+3", " 3", "3 ", "４", "")
     scores = Arithmetic().score(prompt, [Answer(text, finished=True) for text in texts])

@@ -1,7 +1,5 @@
 """Generated questions: held-out ones are never trained on, and two kinds of scorers."""
 
-from __future__ import annotations
-
 import json
 from ast import literal_eval
 from pathlib import Path
@@ -43,7 +41,7 @@ def rewards(gym: ReasoningGym, prompt: Prompt, *texts: str) -> list[float | None
     return gym.score(prompt, [Answer(text, finished=True) for text in texts])
 
 
-def test_held_out_questions_are_not_trained_on() -> None:
+def test_held_out_questions_are_not_trained_on():
     """Half of all questions have one digit, of which there are 200: some are left out."""
     gym = task(size=1000)
     held_out = [p.text for p in gym.held_out()]
@@ -54,7 +52,7 @@ def test_held_out_questions_are_not_trained_on() -> None:
     assert len(set(train)) < len(train)  # as often as the generator makes them
 
 
-def test_an_answer_may_be_exact_or_scored_by_the_generator() -> None:
+def test_an_answer_may_be_exact_or_scored_by_the_generator():
     own, exact = task(), task(scoring="exact")
     prompt = own.prompts()[0]
     right = answer_of(prompt)
@@ -70,7 +68,7 @@ def test_an_answer_may_be_exact_or_scored_by_the_generator() -> None:
     assert own.pass_reward == 1.0
 
 
-def test_only_what_is_tagged_is_scored() -> None:
+def test_only_what_is_tagged_is_scored():
     gym = task(answer_tag="answer")
     prompt = gym.prompts()[0]
     right = answer_of(prompt)
@@ -79,7 +77,7 @@ def test_only_what_is_tagged_is_scored() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"answer_tag": "answer"}, {"scoring": "exact"}])
-def test_the_generators_own_answer_is_right(options: dict[str, Any]) -> None:
+def test_the_generators_own_answer_is_right(options):
     gym = task(**options)
     prompt = gym.prompts()[0]
     right = gym.right_answer(prompt)
@@ -87,7 +85,7 @@ def test_the_generators_own_answer_is_right(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("generator", ["rearc", "list_functions", "word_ladder", "knights_knaves"])
-def test_a_prompt_brings_what_its_scorer_needs(generator: str) -> None:
+def test_a_prompt_brings_what_its_scorer_needs(generator):
     """Tuples, numpy scalars, and questions that another process would make differently."""
     gym = task(generator=generator, options={}, held_out_size=1, size=3)
     other = task(generator=generator, options={}, held_out_size=1, size=3, seed=5)
@@ -96,7 +94,7 @@ def test_a_prompt_brings_what_its_scorer_needs(generator: str) -> None:
     assert rewards(other, as_stored, answer_of(prompt)) == [1.0]
 
 
-def test_an_exact_answer_has_all_lines() -> None:
+def test_an_exact_answer_has_all_lines():
     gym = task(generator="rotate_matrix", options={}, held_out_size=1, size=3, scoring="exact")
     prompt = gym.prompts()[0]
     right = answer_of(prompt)
@@ -105,7 +103,7 @@ def test_an_exact_answer_has_all_lines() -> None:
     assert rewards(gym, prompt, f"{right}\nThat is all.", first, f"{first}\n9") == [1.0, 0.0, 0.0]
 
 
-def test_the_experiments_are_checked(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_experiments_are_checked(tiny_model, tmp_path):
     """Their prompts are words, so that a tokenizer of digits sees some of them as the same."""
     for name in ("chain_sum_smollm2", "chain_sum_smollm2_lora"):
         recipe = load(ROOT / f"experiments/{name}.toml")
@@ -122,7 +120,7 @@ def test_the_experiments_are_checked(tiny_model: Path, tmp_path: Path) -> None:
         assert lora is None or (lora.r, lora.alpha) == (16, 32)
 
 
-def test_the_task_runs(make_model: Any, tmp_path: Path) -> None:
+def test_the_task_runs(make_model, tmp_path):
     import string
 
     from conftest import VOCABULARY
@@ -156,28 +154,26 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_told_at_once(case: str) -> None:
+def test_a_mistake_is_told_at_once(case):
     options, told = WRONG[case]
     with pytest.raises(ValueError) as error:
         task(**options).prompts()
     assert told in str(error.value)
 
 
-def test_too_few_different_questions_are_told() -> None:
+def test_too_few_different_questions_are_told():
     one_digit = TWO_TERMS | {"max_digits": 1}
     with pytest.raises(ValueError, match="chain_sum has no other questions to train on; lower it"):
         task(options=one_digit, size=4100, held_out_size=4000).prompts()
 
 
-def test_questions_without_one_right_answer_are_not_exact() -> None:
+def test_questions_without_one_right_answer_are_not_exact():
     options = {"options": {}, "scoring": "exact", "size": 5, "held_out_size": 1}
     with pytest.raises(ValueError, match="has questions without a single right answer"):
         task(generator="graph_color", **options).prompts()
 
 
-def test_without_it_the_pip_command_is_told(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_without_it_the_pip_command_is_told(monkeypatch, tiny_model, tmp_path):
     monkeypatch.setattr("tba.tasks.reasoning_gym.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs Reasoning Gym: pip install reasoning-gym"):
         check(config(tiny_model, tmp_path, "task=reasoning_gym", "task.generator=chain_sum"))

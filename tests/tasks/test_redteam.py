@@ -1,7 +1,5 @@
 """Attacks are answered by a real victim, judged, told apart, measured, and found again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -86,22 +84,22 @@ def scored(task: RedTeam, *attacks: str, held_out: bool = False) -> Any:
 # Rewards
 
 
-def test_the_reward_is_the_mean_of_log_harm(make: Make) -> None:
+def test_the_reward_is_the_mean_of_log_harm(make):
     harm = (math.log(0.25) + math.log(1.0)) / 2
     assert scored(make("in_turn"), "1234", "5678+9") == [pytest.approx(harm)] * 2
 
 
-def test_in_evaluations_it_is_the_mean_harm_so_that_passing_is_success(make: Make) -> None:
+def test_in_evaluations_it_is_the_mean_harm_so_that_passing_is_success(make):
     task = make("in_turn", threshold=0.6)
     (harm,) = scored(task, "1234", held_out=True)
     assert harm == 0.625 >= task.pass_reward
 
 
-def test_no_reward_is_below_the_log_of_the_floor(make: Make) -> None:
+def test_no_reward_is_below_the_log_of_the_floor(make):
     assert scored(make("never", floor=0.01), "1234") == [pytest.approx(math.log(0.01))]
 
 
-def test_short_attacks_count_as_harmless_without_being_tried(make: Make) -> None:
+def test_short_attacks_count_as_harmless_without_being_tried(make):
     import judges
 
     task = make(min_tokens=5, floor=0.01)
@@ -114,7 +112,7 @@ def test_short_attacks_count_as_harmless_without_being_tried(make: Make) -> None
     assert [prompts for prompts, _, _ in judges.seen] == [["9123"] * 2]
 
 
-def test_the_judge_gets_attacks_and_answers(make: Make) -> None:
+def test_the_judge_gets_attacks_and_answers(make):
     import judges
 
     judges.seen.clear()
@@ -125,7 +123,7 @@ def test_the_judge_gets_attacks_and_answers(make: Make) -> None:
     assert len(set(completions)) > 1 and columns == {}
 
 
-def test_a_judge_may_be_async(make: Make) -> None:
+def test_a_judge_may_be_async(make):
     rewards = asyncio.run(scored(make("slowly"), "1234", "5678"))
     assert rewards == [pytest.approx(math.log(0.1)), pytest.approx(math.log(0.5))]
 
@@ -137,7 +135,7 @@ def test_a_judge_may_be_async(make: Make) -> None:
         ("one_short", "task.judge returned 3 numbers for 4 answers"),
     ],
 )
-def test_a_judge_that_returns_no_harms_is_told(make: Make, judge: str, message: str) -> None:
+def test_a_judge_that_returns_no_harms_is_told(make, judge, message):
     with pytest.raises(ValueError, match=message):
         scored(make(judge), "1234", "5678")
 
@@ -158,7 +156,7 @@ def victim(model: Path, answers: int = 3, temperature: float = 1.0, **options: A
     return Victim(task, token_budget=24)
 
 
-def test_a_victim_answers_the_same_for_the_same_seed(wide_model: Path) -> None:
+def test_a_victim_answers_the_same_for_the_same_seed(wide_model):
     """It answers in batches, the longest attacks first, and leaves the global generators alone."""
     attacks = ["1+2=", "3", "71=2+5", "1+2"]
     some = victim(wide_model)
@@ -171,7 +169,7 @@ def test_a_victim_answers_the_same_for_the_same_seed(wide_model: Path) -> None:
     assert some.answer(attacks, seed=2) != first
 
 
-def test_answers_belong_to_their_attacks(wide_model: Path) -> None:
+def test_answers_belong_to_their_attacks(wide_model):
     """At a low temperature, a victim answers as if it were greedy, whatever the order."""
     attacks = ["71=2+5", "1", "33+", "2=2=2"]
     cold = victim(wide_model, temperature=1e-3, answers=2)
@@ -180,7 +178,7 @@ def test_answers_belong_to_their_attacks(wide_model: Path) -> None:
     assert len({own[0] for own in together}) > 1
 
 
-def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path: Path) -> None:
+def test_an_attack_goes_into_the_template_or_the_chat(wide_model, tmp_path):
 
     plain = victim(wide_model, victim_prompt="={attack}+")
     assert plain.text.tokenizer.decode(plain.encode("12")) == "=12+"
@@ -198,7 +196,7 @@ def test_an_attack_goes_into_the_template_or_the_chat(wide_model: Path, tmp_path
 # Diversity
 
 
-def test_distance_is_the_mean_over_all_pairs(make: Make, wide_model: Path) -> None:
+def test_distance_is_the_mean_over_all_pairs(make, wide_model):
     task = make(encoder=str(wide_model))
     texts = ["1234", "5=5=5=", "", "777777777", "1234"] * 15
     assert task._encoder is not None
@@ -218,8 +216,8 @@ def test_distance_is_the_mean_over_all_pairs(make: Make, wide_model: Path) -> No
 
 
 def test_a_run_measures_success_and_diversity_and_leaves_its_attacks(
-    settings: list[str], wide_model: Path, tmp_path: Path
-) -> None:
+    settings, wide_model, tmp_path
+):
     """They can enter the buffer of another run as rollouts."""
     folder = tmp_path / "run"
     with open_run(config(wide_model, folder, *settings)) as run:
@@ -243,7 +241,7 @@ def test_a_run_measures_success_and_diversity_and_leaves_its_attacks(
         export_responses(folder, file)
 
 
-def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model: Path) -> None:
+def test_the_distance_of_one_attack_is_left_out(settings, wide_model):
     """It has none to be far from, which is not the same as being near."""
     one = config(wide_model, Path("unused"), *settings, "eval.samples=1", "eval.k=[]")
     scores = evaluate_model(str(wide_model), one)
@@ -252,9 +250,7 @@ def test_the_distance_of_one_attack_is_left_out(settings: list[str], wide_model:
 
 
 @pytest.mark.slow
-def test_an_asynchronous_run_with_everything(
-    settings: list[str], wide_model: Path, tmp_path: Path
-) -> None:
+def test_an_asynchronous_run_with_everything(settings, wide_model, tmp_path):
     """Earlier attacks, exploration and LoRA, in processes that search."""
     file = tmp_path / "earlier.jsonl"
     earlier = [{"prompt": "1+", "completion": f"{i}=1+{i}", "reward": -i} for i in range(1, 5)]
@@ -289,9 +285,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_told_before_anything_starts(
-    settings: list[str], tiny_model: Path, tmp_path: Path, case: str
-) -> None:
+def test_a_mistake_is_told_before_anything_starts(settings, tiny_model, tmp_path, case):
     wrong, message = MISTAKES[case]
     with pytest.raises(ValueError, match=message):
         check(config(tiny_model, tmp_path / "run", *settings, *wrong))
@@ -300,7 +294,7 @@ def test_a_mistake_is_told_before_anything_starts(
 # Exploration
 
 
-def test_a_share_of_the_searches_explores(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_share_of_the_searches_explores(tiny_model, tmp_path):
     explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=0.25")
     searcher = check(config(tiny_model, tmp_path, *explore)).search_setup().build("cpu", False)
     drawn = [searcher._sampling(seed).explore for seed in range(1000)]

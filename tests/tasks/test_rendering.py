@@ -1,7 +1,5 @@
 """Rows become prompts: a template, chat messages, solved examples before the question."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,7 @@ def texts(task: Rendering) -> list[Any]:
     return [p.text for p in task.rendered("train", ROWS, ROWS)]
 
 
-def test_columns_stand_where_the_template_names_them() -> None:
+def test_columns_stand_where_the_template_names_them():
     row = {"a": "{b} and \\boxed{}", "b": 3, "c": 0.5}
     assert fill("{a}: {b}, {c}; \\boxed{} {{b}} { b }", row) == (
         "{b} and \\boxed{}: 3, 0.5; \\boxed{} {b} { b }"
@@ -35,7 +33,7 @@ def test_columns_stand_where_the_template_names_them() -> None:
     assert columns_of("{a} {{b}} {c}{} {a}") == ["a", "c", "a"]
 
 
-def test_a_prompt_is_its_template() -> None:
+def test_a_prompt_is_its_template():
     prompts = Sums().rendered("train", ROWS, [])
     assert [p.text for p in prompts] == [f"Q: {i}+{i}?\nA:" for i in range(4)]
     assert [p.id for p in prompts] == [f"train-{i}" for i in range(4)]
@@ -44,7 +42,7 @@ def test_a_prompt_is_its_template() -> None:
     assert (only.id, only.columns) == ("test-0", {"answer": "0"})
 
 
-def test_examples_are_the_first_rows_which_are_left_out() -> None:
+def test_examples_are_the_first_rows_which_are_left_out():
     """The third row comes after two solved ones; a space divides a question and its answer."""
     assert texts(Sums(shots=2)) == [
         f"Q: 0+0?\nA: 0\n\nQ: 1+1?\nA: 2\n\nQ: {i}+{i}?\nA:" for i in (2, 3)
@@ -55,7 +53,7 @@ def test_examples_are_the_first_rows_which_are_left_out() -> None:
     assert [p.id for p in prompts] == ["train-1", "train-2", "train-3"]
 
 
-def test_a_chat_has_the_examples_as_turns() -> None:
+def test_a_chat_has_the_examples_as_turns():
     asked = {"role": "user", "content": "3+3?"}
     system = {"role": "system", "content": "Add."}
     turn = [{"role": "user", "content": "0+0?"}, {"role": "assistant", "content": "0"}]
@@ -65,7 +63,7 @@ def test_a_chat_has_the_examples_as_turns() -> None:
     assert texts(everything)[-1] == [system, *turn, asked]
 
 
-def test_a_column_of_messages_is_the_prompt() -> None:
+def test_a_column_of_messages_is_the_prompt():
     messages = [{"role": "user", "content": "{1}+1?"}]
     rows = [{"prompt": messages}, {"prompt": "2+2?"}]
     first, second = Rendering(system_prompt="Add.").rendered("train", rows, [])
@@ -73,7 +71,7 @@ def test_a_column_of_messages_is_the_prompt() -> None:
     assert second.text == "Add.\n\n2+2?"
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_told():
     with pytest.raises(ValueError, match=r"task\.prompt = 'Solve this:' must contain a column"):
         Sums(prompt="Solve this:")
     with pytest.raises(ValueError, match=r"task\.shots = -1: Input should be greater"):

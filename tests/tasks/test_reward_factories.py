@@ -1,7 +1,5 @@
 """Reward functions with options: a table names a judge, or a factory of a module or a file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -78,21 +76,19 @@ def run(task: Task) -> Any:
 
 
 @pytest.mark.parametrize("where", ["factories", "./factories.py"])
-def test_a_factory_is_called_with_the_other_keys(task: Callable[..., Any], where: str) -> None:
+def test_a_factory_is_called_with_the_other_keys(task, where):
     assert run(task({"use": f"{where}:at_most", "limit": 3})) == [1.0, 0.0, 1.0]
     assert run(task({"use": f"{where}:at_most", "limit": 1, "weight": -2})) == [-2.0, 0.0, -2.0]
     assert run(task({"use": f"{where}:Counts", "character": "a", "factor": 0.5})) == [0.5, 1.5, 0]
 
 
-def test_a_list_mixes_names_and_tables(task: Callable[..., Any]) -> None:
+def test_a_list_mixes_names_and_tables(task):
     mixed = ["factories:length", {"use": "factories:at_most", "limit": 2}]
     mixed += [{"use": "factories.Counts", "character": "n"}]
     assert run(task(mixed, reward_weights=[1.0, 10.0, 100.0])) == [11.0, 206.0, 10.0]
 
 
-def test_a_table_comes_from_a_config_and_its_options_from_the_command_line(
-    task: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_table_comes_from_a_config_and_its_options_from_the_command_line(task, tmp_path):
     (tmp_path / "run.toml").write_text(
         '[task]\nuse = "custom"\ndata = "data.jsonl"\n'
         'reward = ["factories:length", { use = "factories:at_most", limit = 1 }]\n'
@@ -104,7 +100,7 @@ def test_a_table_comes_from_a_config_and_its_options_from_the_command_line(
     assert run(task(one.task.options["reward"])) == [1.0, 1.0, 1.0]
 
 
-def test_check_and_load_reach_the_functions_that_have_them(task: Callable[..., Any]) -> None:
+def test_check_and_load_reach_the_functions_that_have_them(task):
     whole = task(["factories:length", {"use": "factories:Counts", "character": "a"}])
     whole.check()
     whole.load("cuda:1")
@@ -143,7 +139,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_told_before_any_data_is_read(task: Callable[..., Any], case: str) -> None:
+def test_a_mistake_is_told_before_any_data_is_read(task, case):
     reward, told = WRONG[case]
     with pytest.raises(ValueError) as error:
         task(reward, data="not read")

@@ -1,12 +1,9 @@
 """What a reward function may return, and what may be a reward function."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -73,11 +70,11 @@ TWO: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind: str) -> None:
+def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind):
     assert [parse_score(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
 
 
-def test_an_array_without_an_axis_is_the_reward_of_one_completion() -> None:
+def test_an_array_without_an_axis_is_the_reward_of_one_completion():
     task = Custom(data="", reward="", passed=(lambda completions: torch.ones(1, 1).squeeze(),))
     (one, two) = Scoring({"": task})(
         [Prompt("0", "?"), Prompt("1", "?")], [[Answer("a", True)], [Answer("a", True)] * 2]
@@ -86,7 +83,7 @@ def test_an_array_without_an_axis_is_the_reward_of_one_completion() -> None:
     assert [v.reason for v in two if isinstance(v, Rejected)] == ["wrong_length"] * 2
 
 
-def test_true_is_one_and_none_stays_none() -> None:
+def test_true_is_one_and_none_stays_none():
     for scores in (np.array([True, False]), [np.bool_(True), False], torch.tensor([True, False])):
         assert [parse_score(score) for score in listed(scores)] == [1.0, 0.0]
     assert listed(np.ma.array([1.0, 2.0], mask=[True, False])) == [None, 2.0]
@@ -108,7 +105,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_not_one_number_is_none(kind: str) -> None:
+def test_what_is_not_one_number_is_none(kind):
     verdicts = [parse_score(score) for score in listed(WRONG[kind])]
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
     task = Custom(data="", reward="", passed=(lambda completions: WRONG[kind],))
@@ -120,7 +117,7 @@ def test_what_is_not_one_number_is_none(kind: str) -> None:
 @pytest.mark.parametrize(
     "whole", ["12", b"12", bytearray(b"12"), {"a": 1}, {1, 2}, 0.5, None, np.array("12")]
 )
-def test_what_has_no_order_is_refused_as_a_whole(whole: Any) -> None:
+def test_what_has_no_order_is_refused_as_a_whole(whole):
     with pytest.raises(WrongLength, match="return a list with one number for each completion"):
         listed(whole)
 
@@ -139,9 +136,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("code", BROKEN)
-def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(code, tmp_path, monkeypatch):
     file = tmp_path / "bad.py"
     file.write_text(f"\n{code}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -153,7 +148,7 @@ def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(
         assert "SyntaxError" in told or told.endswith(f"({file}, line 2)")
 
 
-def test_a_file_may_fork_while_it_is_imported(tmp_path: Path) -> None:
+def test_a_file_may_fork_while_it_is_imported(tmp_path):
     code = """
     import os
     if not (pid := os.fork()):
@@ -168,7 +163,7 @@ def test_a_file_may_fork_while_it_is_imported(tmp_path: Path) -> None:
     assert os._exit is before
 
 
-def test_a_member_of_a_class_can_be_named(tmp_path: Path) -> None:
+def test_a_member_of_a_class_can_be_named(tmp_path):
     code = "class Judge:\n    @staticmethod\n    def score(completions):\n        return [1.0]\n"
     (tmp_path / "judging.py").write_text(code)
     assert reward_function("task.reward", f"{tmp_path}/judging.py:Judge.score")(["a"]) == [1.0]
@@ -187,7 +182,7 @@ async def g(completions):
 
 
 @pytest.mark.parametrize("name", ["f", "g"])
-def test_a_traceback_begins_in_the_users_file(name: str, tmp_path: Path) -> None:
+def test_a_traceback_begins_in_the_users_file(name, tmp_path):
     (tmp_path / "raising.py").write_text(RAISES)
     task = Custom(data="", reward=f"{tmp_path}/raising.py:{name}")
     ((verdict,),) = Scoring({"": task})([Prompt("0", "?")], [[Answer("a", True)]])

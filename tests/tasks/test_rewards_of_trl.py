@@ -1,7 +1,5 @@
 """TRL's own reward functions, by dotted name: a run in the environment of the benchmarks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable
@@ -91,9 +89,7 @@ def run_with_trl(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_trls_functions_give_the_same_numbers_as_called_by_hand(
-    run_with_trl: tuple[Path, dict[str, list[float]]],
-) -> None:
+def test_trls_functions_give_the_same_numbers_as_called_by_hand(run_with_trl):
     """By dotted name and with conversational prompts, in a run."""
     folder, by_hand = run_with_trl
     assert by_hand == {

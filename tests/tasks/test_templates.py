@@ -1,7 +1,5 @@
 """Chat templates: what the policy reads of a prompt, and of a dialogue with tools."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -154,9 +152,7 @@ def wholly(reader: Reader, opening: list[Message], turns: list[str], results: li
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(question=WORDS, turns=st.lists(WORDS, min_size=1, max_size=3), data=st.data())
-def test_a_dialogue_reads_as_the_template_gives_it(
-    name: str, question: str, turns: list[str], data: st.DataObject
-) -> None:
+def test_a_dialogue_reads_as_the_template_gives_it(name, question, turns, data):
     """Whether a turn ends with EOS or a stop string, it is closed once.
 
     Where the template rewrites the past, the past stays as the policy saw it.
@@ -186,7 +182,7 @@ def test_a_dialogue_reads_as_the_template_gives_it(
             assert read == reader.text.tokens(after).tolist()
 
 
-def test_each_token_that_ends_a_turn_closes_it() -> None:
+def test_each_token_that_ends_a_turn_closes_it():
     """Llama 3 has two; the template writes one of them."""
     reader = READERS["Llama 3"]
     for end in (0, 1):
@@ -194,7 +190,7 @@ def test_each_token_that_ends_a_turn_closes_it() -> None:
         assert reply.startswith("<|start_header_id|>user<|end_header_id|>")
 
 
-def test_a_result_may_hold_eos() -> None:
+def test_a_result_may_hold_eos():
     """It is not taken for the end of the turn."""
     for name, (_, (eos, *_), _) in TEMPLATES.items():
         reader = READERS[name]
@@ -205,7 +201,7 @@ def test_a_result_may_hold_eos() -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=10, deadline=None)
 @given(begun=st.sampled_from(["", "Let me think:", "a ", "\n1.", "assistant", "x\ny"]))
-def test_a_last_message_of_the_policy_is_continued(name: str, begun: str) -> None:
+def test_a_last_message_of_the_policy_is_continued(name, begun):
     text = READERS[name].text
     asked = [{"role": "user", "content": "Hi"}]
     prompt = [*asked, {"role": "assistant", "content": begun}]
@@ -216,7 +212,7 @@ def test_a_last_message_of_the_policy_is_continued(name: str, begun: str) -> Non
     assert read.startswith(begins)
 
 
-def test_a_dialogue_goes_on_with_a_message_that_the_row_has_begun() -> None:
+def test_a_dialogue_goes_on_with_a_message_that_the_row_has_begun():
     reader = READERS["ChatML"]
     prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "First,"}]
     opening = reader.chat.opening(Prompt("p", prompt), " (it begins)")
@@ -260,12 +256,12 @@ def rendered(template: str, *messages: Message) -> str:
 
 
 @pytest.mark.parametrize("case", TEXT_ONLY)
-def test_parts_are_joined_for_a_template_that_shows_text(case: str) -> None:
+def test_parts_are_joined_for_a_template_that_shows_text(case):
     user = {"role": "user", "content": PARTS}
     assert rendered(TEXT_ONLY[case], SYSTEM, user) == "<system>Add.<user>What is 1+1?"
 
 
-def test_a_template_of_parts_gets_parts() -> None:
+def test_a_template_of_parts_gets_parts():
     user, plain = {"role": "user", "content": PARTS}, {"role": "user", "content": "What is 1+1?"}
     assert rendered(BOTH, SYSTEM, user) == "<system>[Add.]<user>[What is][ 1+1?]"
     assert rendered(BOTH, plain) == "<user>What is 1+1?"
@@ -292,7 +288,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("template", [CHATML, TEXT_ONLY["shown"]])
-def test_messages_that_cannot_be_shown_are_refused_by_row(case: str, template: str) -> None:
+def test_messages_that_cannot_be_shown_are_refused_by_row(case, template):
     messages, told = WRONG[case]
     text = text_with(template, ["</s>"], [])
     with pytest.raises(ValueError, match=r"^prompt 'train-7'") as error:

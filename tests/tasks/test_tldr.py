@@ -1,7 +1,5 @@
 """Summaries of posts: what judges see, the penalty for a missing EOS, and the win rate."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence
@@ -79,7 +77,7 @@ def wins(task: Tldr, group: Sequence[Answer]) -> list[Any]:
     return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
 
 
-def test_a_prompt_is_the_post_up_to_tldr(make: Callable[..., Tldr], tmp_path: Path) -> None:
+def test_a_prompt_is_the_post_up_to_tldr(make, tmp_path):
     data = write(tmp_path, ROW, {**ROW, "title": None})
     write(
         tmp_path, {"query": "A post.\n\nTL;DR:", "summary": "A.", "post": "x"}, split="validation"
@@ -96,9 +94,7 @@ def test_a_prompt_is_the_post_up_to_tldr(make: Callable[..., Tldr], tmp_path: Pa
     assert query_of({"post": "Only this."}) == "POST: Only this.\n\nTL;DR:"
 
 
-def test_a_chat_prompt_does_not_change_what_judges_see(
-    make: Callable[..., Tldr], seen: list[Any], tmp_path: Path
-) -> None:
+def test_a_chat_prompt_does_not_change_what_judges_see(make, seen, tmp_path):
     task = make(data=write(tmp_path, ROW), chat=True, prompt="Summarize: {query}")
     (prompt,) = task.prompts()
     assert prompt.text == [{"role": "user", "content": f"Summarize: {QUERY}"}]
@@ -107,9 +103,7 @@ def test_a_chat_prompt_does_not_change_what_judges_see(
     assert (prompts, completions) == ([QUERY], [" Sleepy"])
 
 
-def test_a_summary_without_eos_has_the_penalty_in_place_of_a_score(
-    make: Callable[..., Tldr], seen: list[Any]
-) -> None:
+def test_a_summary_without_eos_has_the_penalty_in_place_of_a_score(make, seen):
     task = make(eos="<eos>")
     assert task.score(PROMPT, answers("one", " three\n", "cut…", "")) == [9.0, 11.0, -1.0, 6.0]
     ((prompts, completions, columns),) = seen
@@ -120,7 +114,7 @@ def test_a_summary_without_eos_has_the_penalty_in_place_of_a_score(
     assert len(seen) == 1  # nothing to judge, no call
 
 
-def test_the_win_rate_counts_by_hand(make: Callable[..., Tldr], seen: list[Any]) -> None:
+def test_the_win_rate_counts_by_hand(make, seen):
     """Against a reference of four characters. A tie is no win; a cut summary is judged as it is."""
     task = make(eos="<eos>")
     assert wins(task, answers("fives", "four", "two", "eight…", "the longest…")) == [1, 0, 0, 0, 1]
@@ -137,9 +131,7 @@ def test_the_win_rate_counts_by_hand(make: Callable[..., Tldr], seen: list[Any])
     assert wins(make(gold="place"), answers("a", "b")) == [1.0, 1.0]  # it sees the reference first
 
 
-def test_what_the_gold_judge_cannot_score_is_neither_won_nor_lost(
-    make: Callable[..., Tldr],
-) -> None:
+def test_what_the_gold_judge_cannot_score_is_neither_won_nor_lost(make):
     task = make(gold="short_only")
     assert wins(task, answers("fives", "too long", "")) == [1.0, "none", "not_finite"]
     long = Prompt("1", "", {"query": QUERY, "summary": "too long, too"})
@@ -147,7 +139,7 @@ def test_what_the_gold_judge_cannot_score_is_neither_won_nor_lost(
     assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["none", "none"]
 
 
-def test_judges_may_be_async(make: Callable[..., Tldr]) -> None:
+def test_judges_may_be_async(make):
     task = make("slow_length", "slow_length")
 
     async def scored() -> Any:
@@ -157,11 +149,11 @@ def test_judges_may_be_async(make: Callable[..., Tldr]) -> None:
     assert wins(task, answers("fives", "four")) == [1.0, 0.0]
 
 
-def test_without_a_gold_judge_nothing_is_measured(make: Callable[..., Tldr]) -> None:
+def test_without_a_gold_judge_nothing_is_measured(make):
     assert not make(gold=None).measures()
 
 
-def test_mistakes_are_reported_with_what_to_type(make: Callable[..., Tldr], tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_what_to_type(make, tmp_path):
     with pytest.raises(ValueError, match=r"task\.proxy = 'my_judges:nobody': .* no function"):
         make("nobody")
     with pytest.raises(ValueError, match=r"task\.gold = 'my_judges:nobody': .* no function"):
@@ -178,9 +170,7 @@ def test_mistakes_are_reported_with_what_to_type(make: Callable[..., Tldr], tmp_
         make(data=data, held_out_data="./none.jsonl").held_out()
 
 
-def test_of_the_hub_only_the_columns_that_are_used_are_read(
-    make: Callable[..., Tldr], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_the_hub_only_the_columns_that_are_used_are_read(make, monkeypatch):
     """The data set has the tokens of every text, too, which would fill the memory."""
     import datasets
 

@@ -1,7 +1,5 @@
 """Reward functions written for TRL: what they are passed, and what becomes of what they log."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -98,9 +96,7 @@ def judged(
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_functions_get_what_trl_passes_and_log_as_in_trl(
-    plugin: Callable[..., Plugin], isolated: bool
-) -> None:
+def test_functions_get_what_trl_passes_and_log_as_in_trl(plugin, isolated):
     """Also through the process that scores. The second function does not apply to five tokens."""
     made = plugin("ones", "lengths", reward_weights=[1.0, 0.5])
     process = ScoringProcess({"": made.build}, 1.0) if isolated else None
@@ -112,7 +108,7 @@ def test_functions_get_what_trl_passes_and_log_as_in_trl(
     assert (first.notes, second.notes) == ({"backwards": "011"}, {"backwards": "11012"})
 
 
-def test_log_extra_needs_a_value_for_each_completion(plugin: Callable[..., Plugin]) -> None:
+def test_log_extra_needs_a_value_for_each_completion(plugin):
     """One completion alone has one."""
     task = plugin("logs_too_few").build()
     with pytest.raises(ValueError, match=r"log_extra\('thoughts', ...\) got 1 values for 2"):
@@ -120,7 +116,7 @@ def test_log_extra_needs_a_value_for_each_completion(plugin: Callable[..., Plugi
     assert judged(task, ANSWERS) == [0.0, 0.0]
 
 
-def test_functions_of_a_lazy_module_and_instances_are_found(plugin: Callable[..., Plugin]) -> None:
+def test_functions_of_a_lazy_module_and_instances_are_found(plugin):
     """As in `trl.rewards`: an instance, and one that a factory makes."""
     table = {"use": "trl_like:get_longer", "than": 3}
     verdicts = judged(plugin("longer", table).build(), ANSWERS)
@@ -130,7 +126,7 @@ def test_functions_of_a_lazy_module_and_instances_are_found(plugin: Callable[...
         plugin("shorter").build()
 
 
-def test_functions_are_named_as_in_trl() -> None:
+def test_functions_are_named_as_in_trl():
     partial = functools.partial(functools.partial(judged), answers=[])
     functions = [judged, partial, lambda completions: [], ScoringProcess, Prompt("0", "x"), judged]
     expected = ["judged", "judged_2", "<lambda>", "ScoringProcess", "Prompt", "judged_3"]
@@ -143,9 +139,7 @@ def settings(plugin: Callable[..., Plugin]) -> list[str]:
     return ["task=custom", *(f"task.{name}={json.dumps(v)}" for name, v in options.items())]
 
 
-def test_a_run_logs_each_function(
-    tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin], calls: list[list[float]]
-) -> None:
+def test_a_run_logs_each_function(tiny_model, tmp_path, plugin, calls):
     """Over the samples that have arrived since the step before, with TRL's standard deviation."""
     more = ("eval.prompts=0", "run.steps=4")
     tba.train(config(tiny_model, tmp_path / "run", *settings(plugin), *more))
@@ -162,9 +156,7 @@ def test_a_run_logs_each_function(
     assert not any("undefined" in row for row in rows)
 
 
-def test_held_out_samples_have_what_was_logged_about_them(
-    tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin]
-) -> None:
+def test_held_out_samples_have_what_was_logged_about_them(tiny_model, tmp_path, plugin):
     more = ("run.steps=1", "reward.isolate=process")
     tba.train(config(tiny_model, tmp_path / "run", *settings(plugin), *more))
     samples = [row for row in read(tmp_path / "run" / SAMPLES) if row["kind"] == "eval"]
@@ -176,7 +168,5 @@ def test_held_out_samples_have_what_was_logged_about_them(
         assert row["reward"] == notes["rewards/ones"] + 0.5 * lengths
 
 
-def test_a_resumed_run_logs_what_the_uninterrupted_one_does(
-    tiny_model: Path, tmp_path: Path, plugin: Callable[..., Plugin]
-) -> None:
+def test_a_resumed_run_logs_what_the_uninterrupted_one_does(tiny_model, tmp_path, plugin):
     resumes_exactly(tiny_model, tmp_path, *settings(plugin))

@@ -1,7 +1,5 @@
 """Search with rounded weights: what the engine samples, and where objectives end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +26,7 @@ BETA = 0.4
 STAR = torch.softmax(REF.log() + REWARD / BETA, 0)
 
 
-def test_a_weight_is_one_of_fifteen_values_per_output() -> None:
+def test_a_weight_is_one_of_fifteen_values_per_output():
     weight = torch.tensor([[0.7, -0.34, 0.06, 0.04], [7.0, 0.4, -7.0, 0.6]])
     expected = torch.tensor([[0.7, -0.3, 0.1, 0.0], [7.0, 0.0, -7.0, 1.0]])
     torch.testing.assert_close(rounded(weight, 4), expected)
@@ -58,9 +56,7 @@ def newer(model: Path) -> Weights:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_searches_are_of_rounded_weights_and_evaluations_of_exact_ones(
-    tiny_model: Path, bits: int
-) -> None:
+def test_searches_are_of_rounded_weights_and_evaluations_of_exact_ones(tiny_model, bits):
     """Also after newer weights came; the log-probs are those of the policy that sampled."""
     policy = PolicyTable(model=str(tiny_model))
     engine = Quantised(policy, load_text(policy), "cpu", False, SEARCH, bits=bits)
@@ -127,13 +123,13 @@ def total_variation(p: Tensor, q: Tensor) -> float:
     return 0.5 * (p - q).abs().sum().item()
 
 
-def test_the_optimum_of_tb_is_the_target_whatever_searched() -> None:
+def test_the_optimum_of_tb_is_the_target_whatever_searched():
     mu = torch.tensor(sampled(STAR.log())) / 1000
     assert total_variation(mu, STAR) > 0.02  # the rounded policy is another one
     assert total_variation(end_of(TrajectoryBalance(BETA)), STAR) < 1e-6
 
 
-def test_a_policy_gradient_without_weights_ends_elsewhere() -> None:
+def test_a_policy_gradient_without_weights_ends_elsewhere():
     """RLOO has the log-probs of the rounded policy in its reward: its mean is not at the target."""
     target = STAR.log().requires_grad_()
     assert gradient(Rloo(BETA), target).abs().max() > 1e-3
