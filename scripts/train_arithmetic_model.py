@@ -10,7 +10,7 @@ correct, and reinforcement learning can find how.
 This takes five to seven minutes on two cores. With --working the model adds numbers of four digits
 and writes each column before the answer, with a carry of 0 where carries are dropped:
 
-    python scripts/train_arithmetic_model.py studies/off_policy/model --working --batch 96
+    python scripts/train_arithmetic_model.py studies/off_policy/model --working --batch 64
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ not run again.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ PARALLEL = 2
 KEPT = ("status", "error", "ess", "lag_mean", "samples_generated", "samples_trained", "seconds")
 Row = dict[str, Any]
 Settings = Mapping[str, Any]
+Condition = int | str
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Setting:
     """What is run: an objective under a condition, with a rate and a schedule."""
 
     objective: str
-    condition: int
+    condition: Condition
     rate: float
     schedule: str = "constant"
 
@@ -62,7 +64,7 @@ class Experiment:
     base: str
     """File with the settings that all runs share."""
     objectives: Mapping[str, Settings]
-    conditions: Mapping[int, Settings]
+    conditions: Mapping[Condition, Settings]
     seconds: float
     """A run on one core with another beside it, with its start."""
     rates: Sequence[float] = RATES
@@ -77,7 +79,7 @@ class Experiment:
     def rows(self) -> Path:
         return ROWS / f"{self.name}.json"
 
-    def cells(self) -> list[tuple[str, int]]:
+    def cells(self) -> list[tuple[str, Condition]]:
         return [(objective, c) for c in self.conditions for objective in self.objectives]
 
     def carry_out(self) -> None:
@@ -126,11 +128,11 @@ class Experiment:
         """Run settings of one objective under one condition, and return their rows."""
         first = settings[0]
         print(f"{self.name}, {stage}: {first.objective}, {self.condition} {first.condition}")
-        place = f"{self.name}-{stage}-{first.objective}-{first.condition}".replace(" ", "_")
-        folder = RUNS / place.replace(",", "")
+        place = f"{self.name}-{stage}-{first.objective}-{first.condition}"
+        folder = RUNS / re.sub(r"\W+", "_", place)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "study.toml"
-        path.write_text(self.text(stage, folder, settings, seeds))
+        path.write_text(self.text(stage, folder, settings, seeds), encoding="utf-8")
         status = sweep(path)
         if status:
             raise SystemExit(status)
@@ -162,7 +164,7 @@ class Experiment:
         return "\n".join([*lines, "]", ""])
 
     def means(
-        self, rows: Sequence[Row], objective: str, condition: int
+        self, rows: Sequence[Row], objective: str, condition: Condition
     ) -> dict[tuple[float, str], float]:
         """Return the mean score of each rate and schedule that was tried, over seeds."""
         scores: dict[tuple[float, str], list[float]] = {}
@@ -171,7 +173,7 @@ class Experiment:
                 scores.setdefault((row["rate"], row["schedule"]), []).append(row["score"])
         return {key: fmean(values) for key, values in scores.items()}
 
-    def ranked(self, rows: Sequence[Row], objective: str, condition: int) -> list[Setting]:
+    def ranked(self, rows: Sequence[Row], objective: str, condition: Condition) -> list[Setting]:
         """Return what was tried in a cell, the best first; of equals the lowest rate."""
         found = self.means(rows, objective, condition)
         order = sorted(found, key=lambda key: (-found[key], key))
@@ -201,7 +203,7 @@ class Experiment:
         new.write_text(f"[\n{lines}\n]\n")
         new.replace(self.rows)
 
-    def final(self) -> Iterator[tuple[str, int, list[Row]]]:
+    def final(self) -> Iterator[tuple[str, Condition, list[Row]]]:
         """Yield each cell with its rows of the table; none before they have run."""
         rows = [row for row in self.known() if row["stage"] == "table"]
         for objective, c in self.cells():
@@ -214,7 +216,7 @@ class Experiment:
     def table(self) -> str:
         """Return objective x condition: score ± standard error, rate, schedule, ESS and drop."""
         cells = {(objective, c): rows for objective, c, rows in self.final()}
-        heads = [f"{self.condition} {c}" for c in self.conditions]
+        heads = [c if isinstance(c, str) else f"{self.condition} {c}" for c in self.conditions]
         lines = [f"| objective | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
         for objective in self.objectives:
             texts = [cell(cells[objective, c]) for c in self.conditions]

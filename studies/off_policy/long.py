@@ -1,4 +1,4 @@
-"""The long study: answers with written working, replay, search with rounded weights, a real model.
+"""The long study: longer answers, replay, search with rounded weights, wrong rewards, a real model.
 
     python studies/off_policy/long.py                   # `make study-long`; runs what rows/ lacks
     python studies/off_policy/long.py working replay    # only these experiments
@@ -8,8 +8,10 @@
 `working` asks whether answers of 40 tokens age faster than those of `make study`, which have 5.
 `replay` asks what training on each response 1, 2, 4 and 8 times buys, per response generated and
 per FLOP of generation and training. `quantised` samples from weights of 8 and 4 bits, without any
-correction but the objective's own. `real` needs a model and data: BENCH_MODEL and BENCH_DATA, as
-docs/performance.md says; it is skipped without them. experiment.py says how each is run.
+correction but the objective's own. `wrong_rewards` asks whether replay by reward amplifies errors
+of the reward, and `selection` whether prompts of predicted difficulty are learned faster. `real`
+needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and is skipped
+without them. experiment.py says how each is run.
 """
 
 from __future__ import annotations
@@ -93,7 +95,50 @@ REAL = Experiment(
     schedules=False,
     wider=1,
 )
-EXPERIMENTS = {e.name: e for e in (WORKING, REPLAY, QUANTISED, REAL)}
+MIXED = {**OBJECTIVES["tb"], "strategy.use": "mixture", "strategy.recent": 0.5}
+WRONG_REWARDS = Experiment(
+    name="wrong_rewards",
+    condition="rewards",
+    base="base.toml",
+    objectives={
+        "tb, replay at random": {**MIXED, "strategy.reward": 0.0},
+        "tb, replay by reward": {**MIXED, "strategy.reward": 1.0},
+    },
+    conditions={
+        f"{100 * share:g} % {kind}": {
+            "task.use": "studies.off_policy.wrong_rewards.WrongSums",
+            "task.kind": kind,
+            "task.share": share,
+        }
+        for kind, share in (("flip", 0.0), ("flip", 0.05), ("flip", 0.2), ("plant", 0.2))
+    },
+    seconds=14,
+    rates=MIDDLE,
+    search_seeds=(100,),
+    seeds=(0, 1, 2),
+    schedules=False,
+)
+"""Half of each batch is new; the other half is replayed."""
+SELECTION = Experiment(
+    name="selection",
+    condition="sums",
+    base="base.toml",
+    objectives={
+        name: {**OBJECTIVES["tb"], "selection.use": name, **options}
+        for name, options in {
+            "cyclic": {},
+            "difficulty": {},
+            "log_z": {"selection.beta": 0.1},
+        }.items()
+    },
+    conditions={256: {"task.train_size": 256}},
+    seconds=14,
+    rates=MIDDLE,
+    search_seeds=(100, 101),
+    schedules=False,
+)
+"""Each sum is used about six times."""
+EXPERIMENTS = {e.name: e for e in (WORKING, REPLAY, QUANTISED, WRONG_REWARDS, SELECTION, REAL)}
 
 
 def real() -> Experiment | None:

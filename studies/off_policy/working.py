@@ -6,7 +6,7 @@ task.use = "studies.off_policy.working.WrittenSums"
 
 A column has both digits and the carry, from the last column to the first. Answers have 37 to 43
 tokens. The model of the study, studies/off_policy/model, writes a carry of 0 everywhere in 78 % of
-its answers: `python scripts/train_arithmetic_model.py studies/off_policy/model --working`.
+its answers; scripts/train_arithmetic_model.py says how it was trained.
 """
 
 from collections.abc import Sequence

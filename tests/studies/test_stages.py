@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.config.plugins import resolve_all
 from tba.prompt import Answer
@@ -39,7 +40,9 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score, **others}
 
 
-@pytest.mark.parametrize("name", ["lags", "working", "replay", "quantised", "real"])
+@pytest.mark.parametrize(
+    "name", ["lags", "working", "replay", "quantised", "wrong_rewards", "selection", "real"]
+)
 def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     experiment = experiments[name]
@@ -137,3 +140,11 @@ def test_written_working_is_right_if_its_last_part_is():
     answers = [Answer(text, finished=True) for text in texts]
     assert task.score(prompt, answers) == [1, 1, 0, 0]
     assert task.score(prompt, [Answer(texts[0], finished=False)]) == [0]
+
+
+def test_the_model_of_written_working_shows_each_column():
+    model = AutoModelForCausalLM.from_pretrained(STUDY / "model")
+    tokenizer = AutoTokenizer.from_pretrained(STUDY / "model")
+    ids = tokenizer("1487+2536=", return_tensors="pt").input_ids
+    text = tokenizer.decode(model.generate(ids, max_new_tokens=48, do_sample=False)[0])
+    assert text.startswith("1487+2536=7+6+0=13;8+3+")
