@@ -12,11 +12,10 @@ from build import config
 import tba
 from tba.cli import main
 from tba.config.plugins import KINDS, names
-from tba.config.schema import Config, load
+from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.runs.console import FIRST_LINE
-from tba.runs.setup import check
 
 CONFIG = """
 [policy]
@@ -142,10 +141,6 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(folder, command):
     assert (printed.trainer.batch_size, printed.run.steps) == (12, Config().run.steps)
 
 
-def test_the_embedded_default_is_sound():
-    check(load())
-
-
 def test_the_version_is_printed(command):
     assert command("--version").out == f"tba {tba.__version__}\n"
 
@@ -169,8 +164,3 @@ def test_list_tells_every_plugin_and_table(command):
 )
 def test_list_tells_options_and_keys(name, said, command):
     assert said in command("list", name).out
-
-
-def test_the_help_says_when_completions_are_written(command):
-    shown = " ".join(command("eval", "--help").out.replace("│", " ").split())
-    assert "Completions are written only with --completions FILE." in shown

@@ -45,7 +45,13 @@ def test_kl_in_the_reward_ends_at_the_tilted_reference(objective, shallow_toy_mo
         )
 
 
-@pytest.mark.parametrize("objective", sorted({*names("objectives")} - {"tb", *KL_IN_THE_REWARD}))
+OTHERS = sorted({*names("objectives")} - {"tb", *KL_IN_THE_REWARD})
+SIBLINGS = ("asymre", "cispo", "gspo", "m2po", "oapl", "proximal_rloo", "topr", "vespo")
+"""They differ from others in a weight or a clip, whose losses and curves are tested elsewhere."""
+RISING = [pytest.param(n, marks=pytest.mark.slow if n in SIBLINGS else ()) for n in OTHERS]
+
+
+@pytest.mark.parametrize("objective", RISING)
 def test_the_expected_reward_rises(objective, shallow_toy_model, tmp_path):
     """Default options lead from 0 to more than .45; the best answer has .6.
 

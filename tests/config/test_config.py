@@ -235,7 +235,8 @@ def test_a_config_is_frozen():
 
 def test_what_is_written_reads_back_the_same():
     settings = [
-        "objective.beta={start=1, end=0, steps=9}", "runtime.fresh=3", "trainer.max_grad_norm=inf",
+        "objective.beta={start=1, end=0, steps=9}", "runtime.fresh=3", "runtime.max_reuse=0.01",
+        "trainer.max_grad_norm=inf",
         "eval.k=[1, 2]", "policy.eos_token=</s>",
     ]  # fmt: skip
     config = load(None, settings)

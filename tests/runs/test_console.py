@@ -118,14 +118,6 @@ def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(tmp_path, steps
     assert labels == shown
 
 
-def test_the_end_of_a_run_ends_with_its_result(tmp_path):
-    lines: list[str] = []
-    scores = {**SCORES, "step": 7.0}
-    Console(9, lines.append).end(replace(SUMMARY, last=scores), tmp_path)
-    last = lines[0].splitlines()[-1]
-    assert last.startswith("  at step 7            pass@1 sampled 0.500")
-
-
 def test_a_sample_shows_the_end_of_its_prompt(live):
     lines: list[str] = []
     prompt = f"system\n{'You are helpful. ' * 20}\nuser\nWhat is 2 + 3?\nassistant\n"

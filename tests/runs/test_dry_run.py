@@ -32,24 +32,11 @@ async def slow(completions):
 def one(completions):
     return 0.5
 
-def short(completions):
-    return [0.5]
-
-def words(completions):
-    return ["0.5" for c in completions]
-
-def imports(completions, **columns):
-    import a_package_that_nobody_has
-
-
 def broken(completions):
     return [float(c) for c in completions]
 
 def raises(completions, **columns):
     return columns["answers"]
-
-def not_finite(completions):
-    return [float("nan") for c in completions]
 
 def nothing(completions):
     return [None for c in completions]
@@ -147,12 +134,8 @@ WARNED = {
 REFUSED = {
     "ends": r"\(died\): the scoring process ended with exit status 3",
     "raises": r"\(raised\): (.|\n)*KeyError: 'answers'",
-    "imports": r"\(raised\): (.|\n)*ModuleNotFoundError: No module named",
     "nothing": r"\(none\): no reward function gave this sample a reward",
-    "not_finite": r"\(not_finite\): ",
     "one": r"\(\w+\): .*the scoring function returned a float, 0\.5; return a list with one number",
-    "short": r"\(\w+\): .*short returned 1 rewards for 2 completions",
-    "words": r"\(not_a_number\): a reward is '0\.5'",
 }
 
 

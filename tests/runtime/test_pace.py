@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tba.assemble
 from tba.assemble import open_run
 from tba.cli import _config
-from tba.config.schema import Config, load
+from tba.config.schema import load
 from tba.engines import SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
@@ -65,13 +65,6 @@ def test_without_a_limit_nothing_is_missing():
     for _ in range(3 * STEPS):
         assert pace.missing(10**9, 0) == 0
         pace.drew(10**9, 0)
-
-
-@pytest.mark.parametrize("value", ["inf", "0.01", "0.5", "4", "1e3"])
-def test_a_limit_survives_the_stored_config(value):
-    given = load(None, [f"runtime.max_reuse={value}"])
-    again = Config(**json.loads(json.dumps(given.nested())))
-    assert again.runtime.max_reuse == given.runtime.max_reuse == float(value)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +206,8 @@ def test_a_run_trains_on_a_sample_as_often_as_it_may(fed, given):
     given = dict(given)
     chosen = given.pop("settings", ())
     limit = load(None, [s for s in chosen if "reuse" in s]).runtime.max_reuse
-    _, rows = fed(*chosen, "run.steps=70", **given)
-    assert len(rows) == 70
+    _, rows = fed(*chosen, "run.steps=45", **given)
+    assert len(rows) == 45
     assert 0.85 * limit <= most_reuse(rows) <= limit
 
 

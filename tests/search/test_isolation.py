@@ -604,6 +604,7 @@ class Noted(Judge):
     assert notes[2][0] == "loaded" and not psutil.pid_exists(int(notes[0][1]))
 
 
+@pytest.mark.slow
 def test_a_searcher_on_ray_survives_its_reward_function(tiny_model, tmp_path):
     """It hangs in one group and exits in the next, each once.
 

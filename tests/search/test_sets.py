@@ -13,11 +13,9 @@ from toy import Ones
 import tba
 from tba.assemble import run
 from tba.prompt import Prompt
-from tba.runs.console import Console
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_run
 from tba.runs.setup import check
-from tba.search.result import Evaluation
 
 MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3")
 
@@ -113,6 +111,10 @@ WRONG = {
     "eval.sets.a={use='gsm8k',data='/nowhere'}": "[eval.sets.a]: task.data = '/nowhere'",
     "eval.sets.a.use=test_sets.Trained": "[eval.sets.a]: all of its prompts are trained on",
     "eval.sets.a.use=test_sets.Nothing": "[eval.sets.a]: it has no held-out prompts",
+    "eval.sets.a.use=toy.Ones task=mixture task.parts.a.use=toy.Ones": (
+        "[eval.sets.a]: a part of the task has this name, too"
+    ),
+    "eval.sets.a.use=toy.Ones eval.prompts=0": "eval.sets are evaluated beside the held-out",
 }
 
 
@@ -146,26 +148,4 @@ class Unreachable(Ones):
 @pytest.mark.parametrize("setting", WRONG)
 def test_a_mistake_is_told_before_anything_starts(tiny_model, tmp_path, setting):
     with pytest.raises(ValueError, match=re.escape(WRONG[setting])):
-        check(config(tiny_model, tmp_path, setting))
-
-
-def test_a_set_is_not_called_as_a_part(tiny_model, tmp_path):
-    settings = ("task=mixture", "task.parts.a.use=toy.Ones", "eval.sets.a.use=toy.Ones")
-    with pytest.raises(ValueError, match=r"\[eval.sets.a\]: a part of the task has this name, too"):
-        check(config(tiny_model, tmp_path, *settings))
-
-
-def test_sets_need_held_out_prompts_beside_them(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=r"eval.sets are evaluated beside the held-out prompts"):
-        check(config(tiny_model, tmp_path, *MORE, "eval.prompts=0"))
-
-
-def test_the_console_has_a_line_for_each_set():
-    lines: list[str] = []
-    scores = {"sampled_reward": 0.5, "sampled_reward_stderr": 0.1, "greedy_reward": 0.25}
-    both = scores | {f"hard/{name}": value / 2 for name, value in scores.items()}
-    Console(9, lines.append).evaluation(Evaluation(3, both | {"seconds": 2.0}, []))
-    assert lines == [
-        "evaluation at step 3: reward sampled 0.500 ± 0.100  greedy 0.250",
-        "evaluation at step 3: hard  reward sampled 0.250 ± 0.050  greedy 0.125",
-    ]
+        check(config(tiny_model, tmp_path, *setting.split()))

@@ -9,7 +9,6 @@ import pytest
 from build import config
 
 from tba.config.plugins import resolve
-from tba.config.schema import load
 from tba.prompt import Answer, Prompt
 from tba.runs.setup import check
 from tba.tasks.reasoning_gym import ReasoningGym
@@ -101,23 +100,6 @@ def test_an_exact_answer_has_all_lines():
     first, _, rest = right.partition("\n")
     assert rest
     assert rewards(gym, prompt, f"{right}\nThat is all.", first, f"{first}\n9") == [1.0, 0.0, 0.0]
-
-
-def test_the_experiments_are_checked(tiny_model, tmp_path):
-    """Their prompts are words, so that a tokenizer of digits sees some of them as the same."""
-    for name in ("chain_sum_smollm2", "chain_sum_smollm2_lora"):
-        recipe = load(ROOT / f"experiments/{name}.toml")
-        gym: ReasoningGym = resolve("tasks", "task", recipe.task.use, recipe.task.options).build()
-        assert gym.options == TWO_TERMS and gym.scoring == "exact"
-        assert len(gym.held_out()) == recipe.eval.prompts == 256
-        assert 4000 < len(gym.prompts()) < 5000
-        assert (recipe.sampling.max_tokens, recipe.sampling.stop) == (8, ("\n",))
-        lora = recipe.policy.lora
-        assert (lora is not None) == name.endswith("lora")
-        beta, rate = (0.02, 2e-5) if lora is None else (0.1, 2e-4)
-        assert recipe.objective.use == "tb" and recipe.trainer.learning_rate == rate
-        assert recipe.objective.options == {"beta": beta, "tapered": True}
-        assert lora is None or (lora.r, lora.alpha) == (16, 32)
 
 
 def test_the_task_runs(make_model, tmp_path):
