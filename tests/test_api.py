@@ -285,8 +285,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     ),
     "cannot be sent": (
         ["runtime.use=ray"], {"data": ROWS, "reward": [length, holding_a_lock()]},
-        "reward= test_api.holding_a_lock.<locals>.<lambda> cannot be sent to another process:"
-        " cannot pickle '_thread.lock' object",
+        "reward= cannot be sent to another process: cannot pickle '_thread.lock' object",
     ),
     "cannot be sent from a local run": (
         ["reward.isolate=process"], {"data": ROWS, "reward": holding_a_lock()},
@@ -303,18 +302,6 @@ def test_a_mistake_is_refused_before_anything_starts(tiny_model, tmp_path, case)
         tba.train(config(tiny_model, tmp_path / "run", *settings), **arguments)
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_function_of_a_module_that_no_process_could_import_is_refused(tiny_model, tmp_path):
-    namespace: dict[str, Any] = {"__name__": "typed_in_somewhere"}
-    exec("def reward(completions):\n    return [0.0] * len(completions)", namespace)
-    with pytest.raises(ValueError, match="cannot import 'typed_in_somewhere'; put its folder on"):
-        tba.train(
-            config(tiny_model, tmp_path / "run", "runtime.use=ray", "task=custom",
-                   "task.held_out_size=2"),
-            data=ROWS,
-            reward=namespace["reward"],
-        )  # fmt: skip
 
 
 def test_a_local_run_needs_no_pickling(tiny_model, tmp_path):

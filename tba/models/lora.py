@@ -34,10 +34,8 @@ PREFIX = "base_model.model."  # of names in PEFT's files, which leave out the ad
 ALL = ("all-linear",)
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits, with its part of the scales."""
-UNSUPPORTED = ("alora_invocation_tokens", "alpha_pattern", "use_dora")
+SCALES = ("r", "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
 """Settings of PEFT that change what the tensors of an adapter compute."""
-STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
 
 
 def load_placed(
@@ -207,7 +205,7 @@ def check_adapter(policy: PolicyTable) -> str:
     _check_names(model, policy.lora)
     _inject(model, _settings(policy, model), TRAINED)
     if policy.lora.start is not None:
-        _check_start(model, Path(policy.lora.start).expanduser(), policy.lora)
+        _check_start(model, policy, policy.lora.start)
     adapted = set()
     left = set()
     for name, parameter in model.named_parameters():
@@ -349,9 +347,10 @@ def _check_ends(key: str, ends: Sequence[str], names: Sequence[str], kind: str) 
             raise ValueError(f"policy.lora.{key}: no {kind} is called {end!r}{choices(end, known)}")
 
 
-def _check_start(model: Any, folder: Path, lora: LoraTable) -> None:
+def _check_start(model: Any, policy: PolicyTable, start: str) -> None:
     """Raise ValueError unless the folder has an adapter that computes what the model's would."""
-    named = f"policy.lora.from = {lora.start!r}"
+    named = f"policy.lora.from = {start!r}"
+    folder = Path(start).expanduser()
     for file in (SETTINGS, ADAPTER):
         if not (folder / file).is_file():
             raise ValueError(
@@ -359,16 +358,12 @@ def _check_start(model: Any, folder: Path, lora: LoraTable) -> None:
                 " give one that PEFT's save_pretrained or `tba export --adapter` wrote"
             )
     settings = json.loads((folder / SETTINGS).read_text("utf-8"))
-    expected = {"r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
-    wrong = [name for name, value in expected.items() if settings.get(name, False) != value]
-    wrong += [name for name in UNSUPPORTED if settings.get(name)]
-    if settings.get("init_lora_weights", True) not in STARTS:
-        wrong.append("init_lora_weights")
-    if wrong:
-        differing = ", ".join(f"{name} = {settings.get(name)}" for name in wrong)
+    ours = vars(_settings(policy, model))
+    differing = [f"{n} = {settings[n]}" for n in SCALES if settings.get(n, ours[n]) != ours[n]]
+    if differing:
         raise ValueError(
-            f"{named}: the adapter has {differing}; set r, alpha and use_rslora in policy.lora to"
-            " its values, or give a plain LoRA adapter"
+            f"{named}: the adapter has {', '.join(differing)}; set r, alpha and use_rslora in"
+            " policy.lora to its values, or give a plain LoRA adapter"
         )
     try:
         tensors = read_adapter(folder)

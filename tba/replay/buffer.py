@@ -181,20 +181,19 @@ class Pace:
 
 def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Strategy) -> None:
     """Raise ValueError unless the draw of a strategy keeps the contract."""
-    who = f"strategy {type(strategy).__name__} drew"
-    if drawn.dtype.kind != "i" or drawn.shape != shape:
+    sound = drawn.dtype.kind == "i" and drawn.shape == shape and drawn.max() < len(rows["stamp"])
+    if sound:
+        chosen = drawn >= 0
+        prompts = np.where(chosen, rows["prompt"][drawn], EMPTY)
+        of_one = ~chosen | (prompts == prompts.max(axis=1, keepdims=True))
+        in_use = (rows["stamp"][drawn[chosen]] != EMPTY).all()
+        sound = chosen.any(axis=1).all() and of_one.all() and in_use
+    if not sound:
         raise ValueError(
-            f"{who} {drawn.dtype} {drawn.shape}; it must draw a numpy array of integers {shape}"
+            f"strategy {type(strategy).__name__} drew {drawn.dtype} {drawn.shape}; it must draw"
+            f" integers {shape}: for each group, at least one row of columns.rows(prompt), all of"
+            " one prompt"
         )
-    chosen = drawn >= 0
-    used = drawn[chosen]
-    if used.max(initial=EMPTY) >= len(rows["stamp"]) or (rows["stamp"][used] == EMPTY).any():
-        raise ValueError(f"{who} rows that are empty; take them from columns.rows(prompt)")
-    if not chosen.any(axis=1).all():
-        raise ValueError(f"{who} a group without a response; draw at least one for each group")
-    prompts = np.where(chosen, rows["prompt"][drawn], EMPTY)
-    if (chosen & (prompts != prompts.max(axis=1, keepdims=True))).any():
-        raise ValueError(f"{who} a group from several prompts; take one prompt's columns.rows")
 
 
 def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Trajectory:

@@ -31,7 +31,7 @@ from tba.prompt import Prompt
 from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
 from tba.runs.memory import Machine, Needs, this_machine
-from tba.search.chat import check_stop, encoder, identity, log_doubled_bos
+from tba.search.chat import check_stop, encoder, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream
 from tba.search.searcher import EvaluationSet, SearchSetup
@@ -183,7 +183,6 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     encoded += of_sets
     lengths = sorted((ids for _, ids in encoded), key=len)
-    log_doubled_bos(text, lengths)
     config = _with_lengths(config.within_epochs(len(prompts)), lengths)
     return RunSetup(
         config=config,

@@ -261,14 +261,6 @@ def chat_of(text: Tokenizer, tools: Tools) -> Chat:
         return Chat(text, tools.schemas)
 
 
-def log_doubled_bos(text: Tokenizer, prompts: Sequence[np.ndarray]) -> None:
-    """Log how many prompts begin with two BOS tokens: the text of such a prompt has one itself."""
-    two = [text.tokenizer.bos_token_id] * 2
-    if doubled := sum(tokens[:2].tolist() == two for tokens in prompts):
-        told = "%d of %d prompts begin with two BOS tokens; remove %s from their text"
-        log.warning(told, doubled, len(prompts), text.tokenizer.bos_token)
-
-
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
     """Return what tells prompts apart: the tokens, and the row if more than rewards read it."""
     reads_row = task.tools is not None or task.program is not None

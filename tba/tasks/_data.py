@@ -1,6 +1,5 @@
 """Rows of a data set: a local file, a folder of files, or a name on the hub."""
 
-import codecs
 import csv
 import json
 import logging
@@ -8,7 +7,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from decimal import Decimal
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -118,8 +116,6 @@ def _plain(values: Sequence[Any]) -> list[Any]:
 
 def _of_numpy(value: Any) -> Any:
     """Return a scalar or an array of numpy as plain values; TypeError for anything else."""
-    if isinstance(value, Exception):  # of a value that Python cannot hold
-        raise TypeError(str(value))
     is_numpy = isinstance(value, np.generic | np.ndarray)
     if is_numpy and value.dtype.kind in "biufUO":  # a date would become a number
         return value.tolist()
@@ -143,16 +139,10 @@ def _from_file(path: Path) -> Rows:
 
     if path.suffix == ".parquet":
         return from_arrow(parquet.ParquetFile(path).read())
-    content = path.read_bytes()
-    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    try:
-        text = content.decode("utf-16" if is_wide else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise ValueError(f"line {line} is not UTF-8 ({error.reason}); save it as UTF-8") from error
+    text = path.read_bytes().decode("utf-8-sig")  # not read_text, which changes ends of lines
     if path.suffix == ".csv":
         return _from_csv(text)
-    rows: Rows = _from_json(text) if text.lstrip().startswith("[") else _from_lines(text)
+    rows: Rows = json.loads(text) if text.lstrip().startswith("[") else _from_lines(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be a table, {column: value, ...}")
     return rows
@@ -163,37 +153,15 @@ def _from_lines(text: str) -> Rows:
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): texts may have U+2028
         if line.strip():
             with about(f"line {number}"):
-                rows.append(_from_json(line))
+                rows.append(json.loads(line))
     return rows
-
-
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of JSON; ValueError if it has a name twice."""
-    if len(table := dict(pairs)) < len(pairs):
-        check_names([name for name, _ in pairs])
-    return table
-
-
-def _integer(digits: str) -> int | Decimal:
-    return int(digits) if len(digits) < 4000 else Decimal(digits)  # Python's limit is 4300
-
-
-_from_json = json.JSONDecoder(object_pairs_hook=_table, parse_int=_integer).decode
 
 
 def from_arrow(table: Any) -> Rows:
     """Return the rows of an Arrow table, without decoding images and the like."""
     check_names(table.column_names)
-    columns = [map(_value, column) for column in table.columns]
-    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _value(scalar: Any) -> Any:
-    """Return a value of Arrow, or the error if Python cannot hold it, such as the year 10000."""
-    try:
-        return scalar.as_py()
-    except (ValueError, ArithmeticError) as error:
-        return error
+    rows: Rows = table.to_pylist()
+    return rows
 
 
 def _from_csv(text: str) -> Rows:

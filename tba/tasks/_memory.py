@@ -1,10 +1,7 @@
 """Rows and reward functions that are passed from Python, and how tasks are built with them."""
 
-import functools
-import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -121,14 +118,6 @@ def named_task(
         return build_task(plugin, functions)
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Return `module.function`; for a callable object, its class."""
-    if isinstance(function, functools.partial):
-        return name_of(function.func)
-    named = function if inspect.isroutine(function) else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
 def to_send(functions: Functions | None, config: Config) -> Functions | bytes | None:
     """Return reward functions as they are, or as bytes if they are called in another process.
 
@@ -138,25 +127,14 @@ def to_send(functions: Functions | None, config: Config) -> Functions | bytes | 
         return None
     if config.runtime.use == "local" and config.reward.isolate == "none":
         return functions
-    local = "runtime.use=local and reward.isolate=none"
-    for function in functions:
-        name = name_of(function)
-        module = name.split(".")[0]
-        known = module in ("__main__", "builtins")
-        if not known and not any(finder.find_spec(module, None) for finder in sys.meta_path):
-            raise ValueError(
-                f"reward= {name} cannot be sent to another process, which cannot import"
-                f" {module!r}; put its folder on sys.path, or set {local}"
-            )
-        try:
-            cloudpickle.dumps(function)
-        except Exception as error:  # the function's own objects decide what is raised
-            why = str(error).partition("\n")[0]
-            raise ValueError(
-                f"reward= {name} cannot be sent to another process: {why}; create open files, locks"
-                f" and connections inside the function, or set {local}"
-            ) from error
-    return cloudpickle.dumps(functions)
+    try:
+        return cloudpickle.dumps(functions)
+    except Exception as error:  # the functions' own objects decide what is raised
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"reward= cannot be sent to another process: {why}; create open files, locks and"
+            " connections inside the function, or set runtime.use=local and reward.isolate=none"
+        ) from error
 
 
 def to_rows(argument: str, data: Any) -> Rows:

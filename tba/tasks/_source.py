@@ -1,6 +1,6 @@
 """Sources of the rewards of a run: code and options, by digests.
 
-Moving a file is no change, nor is another comment or layout. Files that a function reads, packages
+Moving a file is no change, nor is another comment or layout. Files that a function reads, modules
 that it imports and the weights of a model are not seen.
 """
 
@@ -9,13 +9,11 @@ import contextlib
 import json
 import re
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import version
-from modulefinder import ModuleFinder
 from numbers import Number
 from pathlib import Path, PurePath
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -33,18 +31,6 @@ UNUSED = {
 }
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""
 WRAPPERS: Any = (type(cache(len)), staticmethod, classmethod)
-LIBRARY = Path(sysconfig.get_path("stdlib"))
-PACKAGE = Path(__file__).parents[1]
-
-
-class _LocalModules(ModuleFinder):
-    """Finder that passes over packages without `__init__.py`, which `ModuleFinder` cannot read."""
-
-    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
-        try:
-            return super().find_module(name, path, parent)
-        except AttributeError as error:
-            raise ImportError(f"{name} has no __init__.py") from error
 
 
 @dataclass(frozen=True)
@@ -82,8 +68,8 @@ class RewardSource:
         """Add functions that were passed from Python."""
         self.options[key] = _digest(self._used(functions, {}))
 
-    def _meant(self, text: str) -> Any:
-        """Return what a text stands for, and add the code that it names."""
+    def _meant(self, text: str) -> str:
+        """Return what a text stands for, and add the file of the code that it names."""
         where, _, name = text.rpartition(":")
         with contextlib.suppress(OSError, RuntimeError):  # of a text that cannot be a path
             if where.endswith(".py") and Path(where).expanduser().is_file():
@@ -92,30 +78,20 @@ class RewardSource:
             if Path(text).expanduser().is_file():
                 return sha256(Path(text).expanduser().read_bytes()).hexdigest()
         for module in (where, text.rpartition(".")[0], text):
-            if module in sys.modules and self._add_module(module):
-                return text[len(module) :]
+            self._add_module(module)
         return text
 
-    def _add_module(self, name: str) -> bool:
-        """Add the file of a loaded module; return False, and add nothing, for a library."""
-        file = vars(sys.modules[name]).get("__file__")
-        if file is None or _is_library(Path(file)):
-            return False
-        self._add_code(Path(file), name)
-        return True
+    def _add_module(self, name: str) -> None:
+        """Add the file of a loaded module, but not of a script, which has other things in it."""
+        if name in sys.modules and name != "__main__" and not name.startswith("tba."):
+            file = vars(sys.modules[name]).get("__file__")
+            if file is not None:
+                self._add_code(Path(file))
 
-    def _add_code(self, path: Path, name: str = "") -> None:
-        """Add a file, as a module of this name if any, and the user's modules that it imports."""
-        top = path.resolve().parents[name.count(".") + (path.stem == "__init__")]
-        folders = [str(top), *(folder for folder in sys.path if not _is_library(Path(folder)))]
-        finder: Any = _LocalModules(folders, excludes=["tba"])
-        with contextlib.suppress(ImportError):  # of a package without __init__.py: the file alone
-            finder.import_hook(name) if "." in name else finder.run_script(str(path))
-        files = {module.__file__ for module in finder.modules.values() if module.__file__}
-        for file in map(Path, {str(path), *files}):
-            code = file.read_bytes()
-            is_text = file.suffix == ".py"  # else an extension in C
-            self.files[_digest(ast.unparse(ast.parse(code)) if is_text else repr(code))] = file.name
+    def _add_code(self, path: Path) -> None:
+        code = path.read_bytes()
+        is_text = path.suffix == ".py"  # else an extension in C
+        self.files[_digest(ast.unparse(ast.parse(code)) if is_text else repr(code))] = path.name
 
     def _used(self, value: Any, seen: dict[int, Any]) -> Any:
         """Return as JSON the code of a function from Python and what it uses; add its file.
@@ -140,27 +116,25 @@ class RewardSource:
             return self._used(value.__wrapped__, seen)
         if isinstance(value, CodeType):
             return self._used([value.co_code, value.co_names, value.co_consts], seen)
-        named = value if isinstance(value, FunctionType | type | ModuleType) else type(value)
-        module = named.__name__ if isinstance(named, ModuleType) else named.__module__
-        has_file = module != "__main__" and module in sys.modules
-        is_library = has_file and not self._add_module(module)
         if isinstance(value, ModuleType):
             return value.__name__
         if not isinstance(value, FunctionType):
             kind = value if isinstance(value, type) else type(value)
+            used: list[Any] = [kind.__qualname__]
+            if kind.__module__ != "__main__":
+                self._add_module(kind.__module__)
+                return used
             own = [vars(each) for each in kind.__mro__ if each.__module__ == "__main__"]
-            used: list[Any] = [kind.__name__]
-            used += [
-                (n, v) for each in own for n, v in each.items() if n[:2] != "__" or callable(v)
-            ]
-            if not is_library and value is not kind and kind.__dictoffset__:
+            used += [(n, v) for of in own for n, v in of.items() if n[:2] != "__" or callable(v)]
+            if value is not kind and kind.__dictoffset__:
                 used.append(vars(value))
             return self._used(used, seen)
         closure = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         parts: list[Any] = [value.__name__, value.__defaults__, value.__kwdefaults__, closure]
-        if not has_file:
+        if value.__module__ == "__main__":
             names = sorted(_names(value.__code__))
             parts += [value.__code__, [value.__globals__.get(name) for name in names]]
+        self._add_module(value.__module__)
         return self._used(parts, seen)
 
 
@@ -172,13 +146,6 @@ def source_of(config: Config, functions: Functions | None) -> RewardSource:
     if functions is not None:
         source.add_memory("task.reward", functions)
     return source
-
-
-def _is_library(path: Path) -> bool:
-    """Return whether a file or a folder is Python's own, this package's, or installed by pip."""
-    installed = [Path(each) for each in sys.path if next(Path(each).glob("*.dist-info"), None)]
-    folders = (PACKAGE, LIBRARY, *installed)
-    return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _names(code: CodeType) -> set[str]:

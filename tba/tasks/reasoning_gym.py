@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tba.config.errors import choices
 from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Prompt
 from tba.tasks import Task
@@ -112,16 +111,15 @@ class ReasoningGym(Rendering, Task):
             raise ValueError(
                 "task.use = 'reasoning_gym' needs Reasoning Gym: pip install reasoning-gym"
             )
-        from reasoning_gym.factory import DATASETS
+        import reasoning_gym
 
         name = self.generator
-        if name not in DATASETS:
-            known = choices(name, DATASETS, "reasoning_gym.factory.DATASETS has all")
-            raise ValueError(f"task.generator = {name!r}: unknown{known}")
-        dataset, config = DATASETS[name][:2]
         try:
-            return dataset(config(**self.options, size=self.size, seed=self.seed))
+            return reasoning_gym.create_dataset(
+                name, **self.options, size=self.size, seed=self.seed
+            )
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"task.options = {self.options}: {name} refuses them: {error!r}"
+                f"task.generator = {name!r} with task.options = {self.options}: {error!r};"
+                " reasoning_gym.factory.DATASETS has all generators"
             ) from error

@@ -99,43 +99,13 @@ def test_functions_of_libraries_count_by_their_names(user):
     assert len({source(reward=name).options["task.reward"] for name in names}) == 4
 
 
-def test_modules_that_a_reward_file_imports_count(user):
-    before = source(reward="reward.py:score")
-    assert set(before.files.values()) == {"reward.py", "helper.py"}  # and not json
+def test_the_file_of_a_module_counts(user):
+    """With what it says alone; what it imports does not count."""
+    importlib.import_module("helper")  # as the task does
+    before = source(reward="helper:value")
+    assert set(before.files.values()) == {"helper.py"}
     rewrite(user / "helper.py", "'1'", "'2'")
-    assert source(reward="reward.py:score").changed(before) == ["helper.py"]
-
-
-def test_libraries_do_not_count_wherever_they_are_installed(user, monkeypatch):
-    """In a folder of `pip install --target`, too, which has a record of them."""
-    rewrite(user / "reward.py", "import helper", "import helper, installed, mine")
-    (user / "lib" / "installed-1.dist-info").mkdir(parents=True)
-    (user / "lib" / "installed-1.dist-info" / "RECORD").write_text("installed.py,,\n")
-    (user / "src").mkdir()
-    for file in (user / "lib" / "installed.py", user / "src" / "mine.py"):
-        file.write_text(HELPER)
-        monkeypatch.syspath_prepend(str(file.parent))
-    before = source(reward="reward.py:score")
-    rewrite(user / "lib" / "installed.py", "'1'", "'2'")
-    assert source(reward="reward.py:score").changed(before) == []
-    rewrite(user / "src" / "mine.py", "'1'", "'3'")
-    assert source(reward="reward.py:score").changed(before) == ["mine.py"]
-
-
-def test_a_package_on_the_path_counts_with_what_it_imports(user):
-    package = user / "ourlab" / "inner"
-    package.mkdir(parents=True)
-    (user / "ourlab" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("from ..base import ONE\n")
-    (user / "ourlab" / "base.py").write_text("ONE = 1.0\n")
-    text = "from . import ONE\n\ndef one(completions):\n    return [ONE] * len(completions)\n"
-    (package / "rewards.py").write_text(text)
-
-    importlib.import_module("ourlab.inner.rewards")  # as the task does
-    before = source(reward="ourlab.inner.rewards:one")
-    assert {"rewards.py", "base.py"} < set(before.files.values())
-    rewrite(user / "ourlab" / "base.py", "1.0", "2.0")
-    assert source(reward="ourlab.inner.rewards:one").changed(before) == ["base.py"]
+    assert source(reward="helper:value").changed(before) == ["helper.py"]
 
 
 CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
@@ -263,13 +233,13 @@ def test_what_a_function_from_python_does_and_holds_counts(case):
 def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "task.reward=reward.py:score"))
-    rewrite(user / "helper.py", "'1'", "'2'")
+    rewrite(user / "reward.py", "LIMIT = 2", "LIMIT = 3")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for refused in (run, dry_run):
-        with pytest.raises(ValueError, match=r"^helper\.py: changed .* --rescore .* --drop-replay"):
+        with pytest.raises(ValueError, match=r"^reward\.py: changed .* --rescore .* --drop-replay"):
             refused(_config(["run.steps=3"], folder), folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    rewrite(user / "helper.py", "'2'", "'1'")
+    rewrite(user / "reward.py", "LIMIT = 3", "LIMIT = 2")
     assert run(_config(["run.steps=3"], folder), folder).finished
 
 

