@@ -65,7 +65,7 @@ def dry_run(
     for name, prompts in by_part.items():
         lines += [*_shown(setup, name, prompts[0]), *_scored(setup, name, prompts)]
     if plain := [name for name, prompts in by_part.items() if _could_chat(setup, prompts[0])]:
-        keys = [f"task.parts.{name}.chat=auto" if name else "task.chat=auto" for name in plain]
+        keys = [f"task.parts.{name}.chat=on" if name else "task.chat=on" for name in plain]
         what = "prompts are plain text, but there is a chat template"
         lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
     lines += [f"note: {note}" for note in setup.notes]

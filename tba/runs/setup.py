@@ -40,7 +40,7 @@ from tba.strategies import Strategy
 from tba.streams import Use, seed_of
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task, to_send
-from tba.tasks._rendering import Rendering, with_chat
+from tba.tasks._rendering import Rendering
 from tba.tasks._source import RewardSource, source_of
 from tba.types import Sampling
 from tba.weights import Transport
@@ -166,8 +166,8 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
     check_log(config.log)
     engine: type[Engine] = find("engines", config.engine.use)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
-    config, notes = resolved(config, text)
-    notes += _check_policy(config, here)
+    config = with_defaults(config)
+    notes = _check_policy(config, here)
     plugins = resolve_all(config)
     objective = plugins.objective
     _check_engine(config, engine, here)
@@ -200,25 +200,6 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
         rewards=source_of(config, functions),
         notes=notes,
     )
-
-
-def resolved(config: Config, text: Tokenizer) -> tuple[Config, list[str]]:
-    """Return the config with every option of its plug-ins, and notes on what was decided.
-
-    The tokenizer decides whether `chat = "auto"` sends prompts through a chat template.
-    """
-    config = with_defaults(config)
-    has_template = text.tokenizer.chat_template is not None
-    options, plain = with_chat("task", config.task.model_dump(), has_template)
-    sets = {}
-    for name, table in config.eval.sets.items():
-        own, plain_here = with_chat(f"eval.sets.{name}", table.model_dump(), has_template)
-        sets[name] = type(table)(**own)
-        plain += plain_here
-    evaluation = config.eval.model_copy(update={"sets": sets})
-    config = config.model_copy(update={"task": type(config.task)(**options), "eval": evaluation})
-    told = "prompts are used as plain text, because the tokenizer has no chat template"
-    return config, [f"{', '.join(plain)} = auto: {told}"] if plain else []
 
 
 def _check_policy(config: Config, here: bool) -> list[str]:

@@ -184,8 +184,9 @@ def _differing(stored: Config, config: Config) -> list[str]:
     """Return the settings that differ and change a run, as text."""
     there = flat(with_defaults(stored).nested())
     here = flat(with_defaults(config).nested())
-    decided = [key for key in ("task.chat", "policy.attention") if here.get(key) == "auto"]
-    written = {"run.folder", "run.base", *decided}  # by the run itself
+    written = {"run.folder", "run.base"}  # by the run itself
+    if here.get("policy.attention") == "auto":
+        written.add("policy.attention")
     keys = [key for key in {**there, **here} if key not in written]
     return [
         f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"

@@ -44,34 +44,15 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(filled, template)
 
 
-def with_chat(
-    table: str, options: Mapping[str, Any], has_template: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the options of a task with "on" or "off" in place of `chat = "auto"`.
-
-    Also return the keys of the task, and of the parts of a mixture, that have become "off".
-    """
-    decided = dict(options)
-    plain = []
-    if decided.get("chat") == "auto":
-        decided["chat"] = "on" if has_template else "off"
-        plain = [] if has_template else [f"{table}.chat"]
-    parts = {}
-    for name, part in (decided.get("parts") or {}).items():
-        parts[name], plain_here = with_chat(f"{table}.parts.{name}", part, has_template)
-        plain += plain_here
-    return decided | ({"parts": parts} if parts else {}), plain
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
     """The options of a task that say how rows become prompts."""
 
     prompt: str = "{prompt}"
     """Template. `{column}` stands for the row's value, `{{x}}` for {x} itself."""
-    chat: bool | Literal["auto", "on", "off"] = "off"
-    """Send the prompt through the tokenizer's chat template, as a message of the user. auto: if the
-    tokenizer has one. Chat messages in the data go through it in any case."""
+    chat: bool | Literal["on", "off"] = "off"
+    """Send the prompt through the tokenizer's chat template, as a message of the user. Chat
+    messages in the data go through it in any case."""
     system_prompt: str | None = None
     """Message of the system; in a plain prompt, text at the beginning."""
     shots: Count = 0

@@ -112,9 +112,9 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     _, told = dry_run(plain)
     assert told[:2] == ["first prompt, 4 tokens:", "0+0="]
     assert told[4] == (
-        "note: prompts are plain text, but there is a chat template; task.chat=auto uses it"
+        "note: prompts are plain text, but there is a chat template; task.chat=on uses it"
     )
-    options = {**plain.task.model_dump(), "chat": "auto"}
+    options = {**plain.task.model_dump(), "chat": "on"}
     tables, told = dry_run(config(policy={"model": str(folder)}, task=options))
     assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
     assert tables["task"]["chat"] == "on"
@@ -122,8 +122,8 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     parts = {"a": {**plain.task.model_dump()}, "b": {**plain.task.model_dump()}}
     mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "parts": parts})
     assert [line for line in dry_run(mixed)[1] if line.startswith("note:")] == [
-        "note: prompts are plain text, but there is a chat template; task.parts.a.chat=auto and"
-        " task.parts.b.chat=auto use it"
+        "note: prompts are plain text, but there is a chat template; task.parts.a.chat=on and"
+        " task.parts.b.chat=on use it"
     ]
 
 

@@ -106,49 +106,23 @@ def test_a_column_that_is_missing_is_told(data):
         Custom(**data | {"answer_column": "anser"}).prompts()
 
 
-def test_auto_chats_if_the_tokenizer_has_a_template(model, data):
-    """The config of the run says what was decided; a resumed run and the searchers keep it."""
+def test_text_chats_if_the_task_says_so(model, data):
     with_template, without = model(CHAT), model()
-    chat = check(config(with_template, {**data, "chat": "auto", "system_prompt": "Add."}))
+    chat = check(config(with_template, {**data, "chat": "on", "system_prompt": "Add."}))
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0?"}]
-    assert (chat.prompts[0].text, chat.config.task.options["chat"]) == (asked, "on")
+    assert chat.prompts[0].text == asked
     assert chat.text.tokenizer.decode(chat.text.encode(chat.prompts[0]).tolist()) == (
         "[system]Add.[user]0+0?[assistant]"
     )
-    plain = check(config(without, {**data, "chat": "auto", "system_prompt": "Add."}))
-    assert (plain.prompts[0].text, plain.config.task.options["chat"]) == ("Add.\n\n0+0?", "off")
-    given: list[tuple[Any, bool]] = [("on", True), (True, True), ("off", False), (False, False)]
-    for value, chats in given:
+    for value, chats in (("on", True), (True, True), ("off", False), (False, False)):
         text = check(config(with_template, {**data, "chat": value})).prompts[0].text
         assert isinstance(text, str) is not chats
     default = check(config(with_template, data))
     assert default.prompts[0].text == "0+0?"  # as in TRL: text stays text
     with pytest.raises(ValueError, match="chat messages, but the tokenizer has no chat template"):
         check(config(without, {**data, "chat": "on"}))
-    with pytest.raises(ValueError, match=r"task\.chat = 'yes': expected .*'auto', 'on' or 'off'"):
+    with pytest.raises(ValueError, match=r"task\.chat = 'yes': expected .*'on' or 'off'"):
         check(config(without, {**data, "chat": "yes"}))
-
-
-def test_auto_holds_for_parts_and_evaluation_sets(model, data):
-    part = {"use": "custom", **data, "chat": "auto"}
-    other = {**part, "shots": 1}
-    mixed = config(model(CHAT), {"use": "mixture", "parts": {"a": part}})
-    assert not isinstance(check(mixed).prompts[0].text, str)
-    sets = config(model(CHAT), data, eval={"prompts": 1, "sets": {"b": other}})
-    (held_out,) = check(sets).sets["b"].prompts
-    assert not isinstance(held_out.text, str)
-
-
-def test_plain_text_for_want_of_a_template_is_noted(model, data):
-    """Once for all tasks, and not where there is a template, or nothing to decide."""
-    asked, part = {**data, "chat": "auto"}, {"use": "custom", **data, "chat": "auto"}
-    told = "prompts are used as plain text, because the tokenizer has no chat template"
-    assert check(config(model(), asked)).notes == [f"task.chat = auto: {told}"]
-    both = config(model(), asked, eval={"prompts": 1, "sets": {"b": {"chat": "auto", "shots": 1}}})
-    assert check(both).notes == [f"task.chat, eval.sets.b.chat = auto: {told}"]
-    mixed = config(model(), {"use": "mixture", "parts": {"a": part}})
-    assert check(mixed).notes == [f"task.parts.a.chat = auto: {told}"]
-    assert check(config(model(CHAT), asked)).notes == check(config(model(), data)).notes == []
 
 
 def test_arguments_of_the_chat_template(model):
