@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import string
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = [PAD, EOS, *"0123456789+="]
+LETTERS = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n#$<>*/%"]
+CONTENTS = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+"""A chat template that shows what messages say, and nothing else."""
 LENGTHS = ((5, 1, 3, 2), (2, 4, 4, 1), (3, 3, 2, 1))
 """Of the responses: B = 3, K = 4, T = 5, of which the last group needs only 3."""
 
@@ -52,6 +56,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         hidden_size: int = 32,
         context: int = 32,
         tied: bool = True,
+        template: str | None = None,
     ) -> Path:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -75,9 +80,11 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             LlamaForCausalLM(config).save_pretrained(folder)
-        PreTrainedTokenizerFast(
+        tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=characters, padding_side="left", **special
-        ).save_pretrained(folder)
+        )
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
         return folder
 
     return make
@@ -104,6 +111,12 @@ def make_classifier(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 @pytest.fixture(scope="session")
 def tiny_model(make_model: Callable[..., Path]) -> Path:
     return make_model()
+
+
+@pytest.fixture(scope="session")
+def letters_model(make_model: Callable[..., Path]) -> Path:
+    """One that reads letters, with a chat template."""
+    return make_model(vocabulary=LETTERS, context=4096, template=CONTENTS)
 
 
 @pytest.fixture(scope="session")

@@ -316,13 +316,7 @@ def blind(completions, **columns):
 @pytest.fixture(scope="module", name="model")
 def dialogue_model(make_model: Callable[..., Path]) -> Path:
     """One that reads all characters, with a chat template that knows no tools."""
-    from transformers import AutoTokenizer
-
-    folder = make_model(vocabulary=[PAD, EOS, *CHARACTERS], context=4096)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = SIMPLE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_model(vocabulary=[PAD, EOS, *CHARACTERS], context=4096, template=SIMPLE)
 
 
 @pytest.fixture(name="config")

@@ -7,14 +7,10 @@ import json
 import re
 import shlex
 import shutil
-import string
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import VOCABULARY
-from transformers import AutoTokenizer
 
 from tba.cli import main
 
@@ -92,17 +88,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def model(make_model: Callable[..., Path]) -> Path:
-    """A random model that reads letters, with a chat template."""
-    letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n"]
-    folder = make_model(vocabulary=letters, context=4096)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
     """A folder like that of GSM8K."""
@@ -139,7 +124,7 @@ def stood_in(words: list[str], model: Path, problems: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [name for name, text in PAGES.items() if commands(text)])
-def test_the_commands_of_a_page_run(page, finished, model, problems, monkeypatch):
+def test_the_commands_of_a_page_run(page, finished, letters_model, problems, monkeypatch):
     monkeypatch.chdir(finished)
     monkeypatch.syspath_prepend(ROOT / "examples")  # as docs/extending.md says
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -149,7 +134,7 @@ def test_the_commands_of_a_page_run(page, finished, model, problems, monkeypatch
         shutil.rmtree(finished / "runs" / name, ignore_errors=True)
     for command in commands(PAGES[page]):
         if command not in ELSEWHERE:
-            call(stood_in(shlex.split(command)[1:], model, problems), monkeypatch)
+            call(stood_in(shlex.split(command)[1:], letters_model, problems), monkeypatch)
 
 
 def test_the_commands_that_run_elsewhere_are_in_the_docs():

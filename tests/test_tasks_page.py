@@ -2,7 +2,6 @@
 
 import json
 import re
-import string
 from pathlib import Path
 
 import tba
@@ -13,15 +12,13 @@ CONFIG = re.compile(r"^## Your own data.*?^```toml\n(.*?)^```$", re.MULTILINE | 
 REWARD = re.compile(r"^`my_rewards.py`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_files_of_the_page_are_a_run(make_model, tmp_path, monkeypatch):
+def test_the_files_of_the_page_are_a_run(letters_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("sums.toml").write_text(CONFIG.findall((DOCS / "tasks.md").read_text())[0])
     Path("my_rewards.py").write_text(REWARD.findall((DOCS / "quickstart.md").read_text())[0])
     rows = [{"question": f"What is 2 + {i}?", "answer": str(2 + i)} for i in range(8)]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    letters = [*string.ascii_letters, *string.digits, *" +=?:"]
-    model = make_model(vocabulary=["<pad>", "<eos>", *letters], context=256)
     small = ["run.steps=2", "runtime.use=local", "log.console=off", "log.tensorboard=false"]
-    result = tba.train(load("sums.toml", [f"policy.model={model}", *small]))
+    result = tba.train(load("sums.toml", [f"policy.model={letters_model}", *small]))
     assert result.summary.finished and not result.summary.rejected
     assert {"greedy_pass@1", "avg@4", "pass@4", "sampled_finished"} <= result.summary.last.keys()

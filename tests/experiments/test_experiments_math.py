@@ -69,9 +69,9 @@ SMALL = ("gsm8k_smollm2", "math_small")
 def fakes(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings that name a small model with a chat template, and a few problems."""
     characters = [*string.printable.replace("\n", ""), "\n"]
-    model = make_model(vocabulary=["<pad>", "<eos>", *characters], context=8192)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    (model / "chat_template.jinja").write_text(template)
+    vocabulary = ["<pad>", "<eos>", *characters]
+    model = make_model(vocabulary=vocabulary, context=8192, template=template)
     data = tmp_path_factory.mktemp("data")
     rows = []
     for i in range(40):

@@ -2,11 +2,9 @@
 
 import json
 import re
-import string
 from pathlib import Path
 
 import pytest
-from conftest import VOCABULARY
 
 import tba
 from tba.cli import train
@@ -23,12 +21,10 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_a_dry_run_goes_through(name, make_model, monkeypatch, capsys):
+def test_a_dry_run_goes_through(name, letters_model, monkeypatch, capsys):
     pytest.importorskip(NEEDS[name], reason="an extra: see pyproject.toml")
     monkeypatch.chdir(ROOT)
-    letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n"]
-    model = make_model(vocabulary=letters, context=256)
-    train([f"experiments/{name}.toml", f"policy.model={model}"], dry_run=True)
+    train([f"experiments/{name}.toml", f"policy.model={letters_model}"], dry_run=True)
     told = capsys.readouterr()
     held_out = json.loads(told.out)["eval"]["prompts"]
     assert "config OK (dry run): " in told.err
@@ -36,12 +32,11 @@ def test_a_dry_run_goes_through(name, make_model, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_its_first_steps_run(name, make_model, monkeypatch, tmp_path):
+def test_its_first_steps_run(name, letters_model, monkeypatch, tmp_path):
     pytest.importorskip(NEEDS[name], reason="an extra: see pyproject.toml")
     monkeypatch.chdir(ROOT)
-    letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n"]
     few = [
-        f"policy.model={make_model(vocabulary=letters, context=256)}", "run.steps=2",
+        f"policy.model={letters_model}", "run.steps=2",
         f"run.folder={tmp_path / 'run'}", "runtime.use=local", "trainer.warmup_steps=0",
         "sampling.samples=4", "trainer.batch_size=8", "trainer.group_size=4", "eval.prompts=4",
         "log.console=off", "log.tensorboard=false",
@@ -52,21 +47,19 @@ def test_its_first_steps_run(name, make_model, monkeypatch, tmp_path):
     assert {"sampled_reward", "greedy_reward"} <= summary.first.keys() == summary.last.keys()
 
 
-def test_the_smoke_run_of_one_gpu(make_model, monkeypatch, tmp_path):
+def test_the_smoke_run_of_one_gpu(letters_model, monkeypatch, tmp_path):
     """The two variants are settings in its first lines."""
     monkeypatch.setattr("tba.engines.vllm._check_installed", lambda gpus: None)
     row = {"question": "1 + 1?", "answer": "#### 2"}
     other = {"question": "1 + 2?", "answer": "#### 3"}
     for name, one in (("train", row), ("test", other)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(one) + "\n")
-    letters = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n#$<>*/%"]
-    model = make_model(vocabulary=letters, context=4096)
     file = (ROOT / "experiments" / "gpu_smoke").with_suffix(".toml")
     written = re.findall(r"^#   tba train \S+ (.+?) +# ", file.read_text(), re.M)
     variants = [line.split() for line in written]
     assert len(variants) == 2
     for settings in ([], *variants):
-        local = [f"policy.model={model}", f"task.data={tmp_path}"]
+        local = [f"policy.model={letters_model}", f"task.data={tmp_path}"]
         setup = check(load(file, [*settings, *local]))
         assert setup.engine.can_sleep and setup.config.runtime.colocate == "sleep"
 

@@ -1,7 +1,6 @@
 """The TL;DR experiments: the paper's settings, and that they run, on local stand-ins."""
 
 import json
-import string
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from conftest import VOCABULARY, module_at
-from transformers import AutoTokenizer
+from conftest import module_at
 
 import tba
 from tba.cli import main
@@ -27,24 +25,17 @@ SIZES = {"410m": 256, "1b": 425, "2.8b": 825}
 
 
 @pytest.fixture
-def fakes(
-    make_model: Callable[..., Path], make_classifier: Callable[..., Path], tmp_path: Path
-) -> list[str]:
+def fakes(letters_model: Path, make_classifier: Callable[..., Path], tmp_path: Path) -> list[str]:
     """Settings that replace model, judges and data by small local ones of the same kind."""
-    letters = [*VOCABULARY, *string.ascii_letters, *" :/.;"]
-    model = make_model(vocabulary=letters, context=512)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(model)
     for split, posts in (("train", 6), ("validation", 4)):
         rows = [
             {"subreddit": "a", "title": f"{split} {i}", "post": "b" * i + ".", "summary": "c" * i}
             for i in range(1, posts + 1)
         ]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    judge = make_classifier(model)
+    judge = make_classifier(letters_model)
     return [
-        f"policy.model={model}", f"task.data={tmp_path}", f"task.proxy.model={judge}",
+        f"policy.model={letters_model}", f"task.data={tmp_path}", f"task.proxy.model={judge}",
         f"task.gold.model={judge}",
     ]  # fmt: skip
 

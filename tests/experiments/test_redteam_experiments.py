@@ -2,14 +2,13 @@
 
 import json
 import math
-import string
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import VOCABULARY, module_at
+from conftest import module_at
 
 import tba
 from tba.cli import train
@@ -98,16 +97,13 @@ def test_the_baseline_differs_in_what_makes_it_one():
 
 @pytest.fixture
 def fakes(
-    make_model: Callable[..., Path],
+    letters_model: Path,
     make_classifier: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> dict[str, str]:
     """Small models in place of those on the hub, by key; each is of the kind that it stands for."""
     monkeypatch.chdir(ROOT)
-    letters = [*VOCABULARY, *string.ascii_letters, *" .,:'\n"]
-    model = make_model(vocabulary=letters, hidden_size=64, context=256)
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    (model / "chat_template.jinja").write_text(template)
+    model = letters_model
     return {
         "policy.model": str(model),
         "policy.lora.target_modules": "['q_proj']",

@@ -74,9 +74,14 @@ CASES: dict[str, tuple[bool, bool, tuple[str, ...]]] = {
     "checkpointed": (False, True, ("policy.gradient_checkpointing=true",)),
     "prompts are not shared": (True, True, ("policy.share_prompt=false",)),
 }
+SIBLINGS = ("head on prompts", "prompts are not shared")
+GRADIENTS = [
+    pytest.param(*case, id=name, marks=pytest.mark.slow if name in SIBLINGS else ())
+    for name, case in CASES.items()
+]
 
 
-@pytest.mark.parametrize(("tied", "reshard", "settings"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("tied", "reshard", "settings"), GRADIENTS)
 def test_gradients_are_those_of_one_process(tied, reshard, settings, make_model, pair):
     if "policy.lora.r=4" in settings:
         pytest.importorskip("peft")
@@ -149,7 +154,6 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("setting", "tied"),
     [
-        ("objective=tb", True),
         ("objective=tb", False),
         ("objective=ppo", True),
         ("policy.lora.r=4", True),

@@ -129,8 +129,12 @@ def in_one_pass() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("objective", names("objectives"))
-@pytest.mark.parametrize("budget", [1, 20, 70], ids=lambda n: f"{n}-tokens")
+SPLIT = [(name, 1) for name in names("objectives")]
+SPLIT += [(name, budget) for name in ("tb", "ppo", "tb_learned_z") for budget in (20, 70)]
+"""Objectives and budgets of tokens; heads on nothing, on tokens and on prompts have all of them."""
+
+
+@pytest.mark.parametrize(("objective", "budget"), SPLIT)
 def test_any_micro_batching_gives_the_same_gradients(objective, budget, batch, in_one_pass):
     """Policy and head; from one pass down to single trajectories, with groups cut in pieces."""
     # else it masks every token: the policy of these responses is far away

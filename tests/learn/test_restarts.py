@@ -235,7 +235,7 @@ def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], spli
     return float((found - optimum).abs().sum() / 2)
 
 
-STEPS = 300
+STEPS = 200
 
 
 def test_a_rewritten_context_keeps_the_optimum_from_data_of_any_policy(tmp_path):

@@ -43,7 +43,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = [
         f"run.folder={folder}", "runtime.use=local", "run.steps=30", "eval.prompts=16",
         "eval.every=10", "log.sample_every=5", "log.console=off", "log.tensorboard=false",
-        "reward.isolate=none",
+        "reward.isolate=none", "sampling.samples=8", "trainer.group_size=8",
+        "trainer.batch_size=32",
     ]  # fmt: skip
     run(load(DEFAULT, settings))
     return folder

@@ -2,7 +2,6 @@
 
 import json
 from ast import literal_eval
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tba.prompt import Answer, Prompt
 from tba.runs.setup import check
 from tba.tasks.reasoning_gym import ReasoningGym
 
-ROOT = Path(__file__).parents[2]
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 SMALL: dict[str, Any] = {"generator": "chain_sum", "options": TWO_TERMS, "size": 200}
 
@@ -102,18 +100,12 @@ def test_an_exact_answer_has_all_lines():
     assert rewards(gym, prompt, f"{right}\nThat is all.", first, f"{first}\n9") == [1.0, 0.0, 0.0]
 
 
-def test_the_task_runs(make_model, tmp_path):
-    import string
-
-    from conftest import VOCABULARY
-
+def test_the_task_runs(letters_model, tmp_path):
     from tba.assemble import run
 
-    letters = [*string.ascii_letters, " ", ":", "-"]
-    model = make_model(vocabulary=[*VOCABULARY, *letters], context=128)
     settings = ["task=reasoning_gym", "task.generator=chain_sum", "task.size=60", "run.steps=2"]
     settings += ["task.options.max_terms=2", "task.held_out_size=5", "task.scoring=exact"]
-    summary = run(config(model, tmp_path, *settings))
+    summary = run(config(letters_model, tmp_path, *settings))
     assert summary.finished and not summary.rejected
     assert "greedy_pass@1" in summary.last
 

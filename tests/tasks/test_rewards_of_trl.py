@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from build import environment, python_with_trl
-from conftest import VOCABULARY
-from transformers import AutoTokenizer
+from conftest import CONTENTS, VOCABULARY
 
 from tba.runs.log import METRICS, SAMPLES, read
 
@@ -65,10 +64,8 @@ def run_with_trl(
     tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Path]
 ) -> tuple[Path, dict[str, list[float]]]:
     """A run with three functions of TRL, and what they return for SAID when called by hand."""
-    folder, model = tmp_path_factory.mktemp("trl"), make_model(vocabulary=CHARACTERS, context=128)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(model)
+    folder = tmp_path_factory.mktemp("trl")
+    model = make_model(vocabulary=CHARACTERS, context=128, template=CONTENTS)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHAT))
     given = {"model": model, "answers": json.dumps(SAID), "options": OPTIONS}
     (folder / "run.toml").write_text(TRL_RUN.format(**given))
