@@ -43,7 +43,7 @@ def distance_after_run(config: Config) -> float:
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
-@pytest.mark.parametrize("tapered", ["false", "true"])
+@pytest.mark.parametrize("tapered", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path, tapered):
     old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.tapered={tapered}")
     config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=100")

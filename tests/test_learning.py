@@ -15,6 +15,8 @@ from tba.config.plugins import names
 
 KL_IN_THE_REWARD = ("tb_learned_z", "tba_prime", "rloo", "ppo")
 """Their target is ref(y) exp(r(y) / beta) / Z; test_exactness.py shows the same for `tb`."""
+EXACT = ("tba_prime", "rloo")
+"""Those whose gradient tests/objectives compares with the exact one, or with that of `tb`."""
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 """Options of objectives whose default steps are longer than an answer of the toy."""
 SMALL = (
@@ -32,7 +34,10 @@ def learned(model: Path, folder: Path, *settings: str, max_tokens: int = 2) -> l
     return enumerate_answers(run.trainer.policy, first_policy(config), run.parts.text, max_tokens)
 
 
-@pytest.mark.parametrize("objective", KL_IN_THE_REWARD)
+ENDING = [pytest.param(n, marks=pytest.mark.slow if n in EXACT else ()) for n in KL_IN_THE_REWARD]
+
+
+@pytest.mark.parametrize("objective", ENDING)
 def test_kl_in_the_reward_ends_at_the_tilted_reference(objective, shallow_toy_model, tmp_path):
     """The total variation falls from .24 and more to below .07."""
     settings = (f"objective={objective}", f"objective.beta={BETA}", "run.steps=100")

@@ -130,6 +130,7 @@ def test_a_dry_run_goes_through(name, fakes, capsys):
     assert json.loads(out)["task"]["use"] == "redteam"
 
 
+@pytest.mark.slow
 def test_the_small_one_runs(fakes, tmp_path):
     few = [
         f"run.folder={tmp_path / 'run'}", "run.steps=3", "runtime.use=local", "sampling.samples=4",
