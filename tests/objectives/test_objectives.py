@@ -550,8 +550,6 @@ def test_the_first_step_of_proximal_rloo_is_rloos():
     )
 
 
-
-
 @pytest.mark.parametrize("baseline", [0.0, 0.7, -2.0])
 def test_the_first_step_of_ppo_is_a_policy_gradient_whose_baseline_is_a_constant_value(baseline):
     """With lambda = 1 and V of every state the same, A = r - V at every token, for V cancels
