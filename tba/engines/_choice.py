@@ -1,18 +1,12 @@
 """Choice of the next token, and of where a response ends, for engines that compute here."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling
-
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text of a token that has a part of a character, as tokens of bytes may."""
 
 
 def choose(
@@ -59,37 +53,6 @@ def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
     before = ordered.cumsum(-1) - ordered
     outside = before >= top_p * p.sum(-1, keepdim=True)
     return p.scatter(1, order, ordered.masked_fill(outside, 0.0))
-
-
-class StopStrings:
-    """Finds the responses whose newest token completes a stop string.
-
-    Few tokens of a vocabulary can be the last one of a stop string: those in `possible`. Only for
-    these, `completed` searches the text of the newest tokens.
-    """
-
-    possible: Bool[Tensor, " V"]
-
-    def __init__(self, text: Tokenizer, stop: Sequence[str], device: str):
-        self.stop = tuple(stop)
-        self._decode = text.tokenizer.decode
-        last = {each[-1] for each in stop} | {INCOMPLETE}
-        possible = np.zeros(text.vocabulary, bool)
-        self._silent = np.zeros(text.vocabulary, bool)
-        for token in range(min(text.vocabulary, len(text.tokenizer))):
-            # twice: some decoders drop a space at the beginning
-            shown = self._decode([token, token], skip_special_tokens=True)
-            possible[token] = not last.isdisjoint(shown)
-            self._silent[token] = not shown
-        self.possible = torch.from_numpy(possible).to(device)
-        self._reach = 1 + max(len(each.encode()) for each in stop)
-
-    def completed(self, tokens: np.ndarray) -> bool:
-        """Return whether there is a stop string at the end of a response that had none before."""
-        spoken = tokens[~self._silent[tokens]]
-        tail = spoken[-self._reach :]  # every token has a byte at least
-        text = self._decode(tail.tolist(), skip_special_tokens=True)
-        return any(each in text for each in self.stop)
 
 
 def shortened(response: Completion, limit: int) -> Completion:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.schema import Config
 from tba.config.tables import Positive
 from tba.engines import Engine, SharedLock
-from tba.engines._choice import StopStrings, choose, shortened
+from tba.engines._choice import choose, shortened
 from tba.models.cache import (
     EVERYONE,
     NOBODY,
@@ -74,7 +74,6 @@ class Transformers(Engine):
         self._autocast = bf16 and self.policy.lora is not None
         self.model = load_placed(self.policy, self.device, bf16, dtype)
         self._batches = threading.Lock()  # one batch at a time
-        self._stop: StopStrings | None = None  # of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 
     def generate(
@@ -208,16 +207,11 @@ class Transformers(Engine):
     def _stopped(
         self, drawn: "_Drawn", rows: Int[Tensor, " N"], stop: tuple[str, ...]
     ) -> Bool[Tensor, " N"]:
-        """Return which of these rows have just completed a stop string."""
-        if self._stop is None or self._stop.stop != stop:
-            self._stop = StopStrings(self.text, stop, self.device)
-        newest = drawn.tokens[rows, drawn.step - 1].long()
-        stopped = self._stop.possible[newest] & ~drawn.ended(rows)
-        places = stopped.nonzero().squeeze(1)
-        responses = drawn.tokens[rows[places], : drawn.step].cpu().numpy()
-        completed = [self._stop.completed(tokens) for tokens in responses]
-        stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
-        return stopped
+        """Return which of these rows have a stop string in their text."""
+        responses = drawn.tokens[rows, : drawn.step].cpu().numpy()
+        texts = map(self.text.decode, responses)
+        stopped = [any(each in text for each in stop) for text in texts]
+        return torch.tensor(stopped, dtype=torch.bool, device=self.device)
 
     def _choose(
         self,

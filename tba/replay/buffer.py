@@ -74,8 +74,7 @@ class ReplayBuffer:
 
     def groups(self) -> list[Group]:
         """Return everything that the buffer holds: a group for each prompt, by latest arrival."""
-        prompts = self._store.prompts_by_arrival().tolist()
-        return self._store.groups([self._store.rows_of(prompt) for prompt in prompts])
+        return self._store.groups(self._store.rows_by_prompt())
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Prepare to write the buffer into a checkpoint's folder, and return what writes it.
@@ -100,8 +99,7 @@ class ReplayBuffer:
         store = self._store
         arrivals = []
         rewards = np.full(len(store.rows["reward"]), np.nan)
-        for prompt in store.prompts_by_arrival().tolist():
-            rows = store.rows_of(prompt)
+        for rows in store.rows_by_prompt():
             at = {step: list[int]() for step in store.rows["arrived"][rows].tolist()}
             for row in rows.tolist():
                 latest = [store.rows[name].item(row) for name in ("arrived", "arrived_count")]

@@ -50,68 +50,15 @@ class Table:
         del self._free[start:]
         return np.array(taken[::-1], np.int32)
 
+    def by_stamp(self, among: np.ndarray | bool = True) -> np.ndarray:
+        """Return the rows in use, the oldest stamp first; with a mask, the rows among them."""
+        stamp = self["stamp"]
+        rows = np.flatnonzero((stamp != EMPTY) & among)
+        return rows[np.argsort(stamp[rows])].astype(np.int32)
+
     def free(self, rows: np.ndarray) -> None:
         self["stamp"][rows] = EMPTY
         self._free += rows.tolist()
-
-
-class ArrivalOrder:
-    """Rows of a table in order of arrival, each with the stamp of that arrival.
-
-    An entry counts while its row still has this stamp: a row leaves all orders when its
-    stamp changes. Outdated entries are swept out when they are in the way, so every operation takes
-    constant time a row, amortized.
-    """
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-        self._rows = np.empty(4, np.int32)
-        self._stamps = np.empty(4, np.int64)
-        self._start = self._end = 0
-
-    def append(self, rows: np.ndarray) -> None:
-        """Add rows, which have their stamp, at the end."""
-        if self._end + len(rows) > len(self._rows):
-            self._sweep(len(rows))
-        added = slice(self._end, self._end + len(rows))
-        self._rows[added] = rows
-        self._stamps[added] = self._table["stamp"][rows]
-        self._end = added.stop
-
-    def rows(self, count: int) -> np.ndarray:
-        """Return the rows that count, the oldest first; there are `count` of them."""
-        if self._end - self._start != count:
-            self._sweep(0)
-        return self._rows[self._start : self._end]
-
-    def take(self, count: int) -> np.ndarray:
-        """Remove the oldest `count` rows that count, and return them."""
-        taken = []
-        while count > 0 and self._start < self._end:
-            part = slice(self._start, min(self._start + count, self._end))
-            taken.append(self._rows[part][self._valid(part)])
-            self._start = part.stop
-            count -= len(taken[-1])
-        return np.concatenate(taken)
-
-    def _valid(self, part: slice) -> np.ndarray:
-        return self._table["stamp"][self._rows[part]] == self._stamps[part]
-
-    def _sweep(self, room: int) -> None:
-        """Drop outdated entries and make room for more."""
-        part = slice(self._start, self._end)
-        valid = self._valid(part)
-        rows = self._rows[part][valid]
-        stamps = self._stamps[part][valid]
-        size = len(rows) + room
-        if not 2 * size <= len(self._rows) <= 8 * size:
-            size = max(4, size * 3 // 2)
-            self._rows = np.empty(size, np.int32)
-            self._stamps = np.empty(size, np.int64)
-        self._rows[: len(rows)] = rows
-        self._stamps[: len(rows)] = stamps
-        self._start = 0
-        self._end = len(rows)
 
 
 class Segments:
@@ -195,12 +142,9 @@ class Store:
         self.rows = Table(ROW)
         self.prompts = Table(PROMPT)
         self.segments = Segments(self.rows)
-        self._order = ArrivalOrder(self.rows)
-        self._prompt_order = ArrivalOrder(self.prompts)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
         self.earlier: dict[int, array[int]] = {}
         """By row: step and samples, in turn, of the arrivals of its response before the latest."""
-        self._orders: dict[int, ArrivalOrder] = {}  # the rows of their responses
         self._numbers: dict[str, int] = {}
         self._index: dict[bytes, int] = {}
         self._arrivals = 0
@@ -210,16 +154,26 @@ class Store:
 
     def prompts_by_arrival(self) -> np.ndarray:
         """Return the prompts' numbers by latest arrival, oldest first."""
-        return self._prompt_order.rows(len(self.heads))
+        return self.prompts.by_stamp()
 
     def rows_of(self, prompt: int) -> np.ndarray:
         """Return the rows of a prompt, the oldest arrival first."""
-        return self._orders[prompt].rows(self.prompts["held"].item(prompt))
+        return self.rows.by_stamp(self.rows["prompt"] == prompt)
+
+    def rows_by_prompt(self) -> list[np.ndarray]:
+        """Return the rows of each prompt, by the prompts' latest arrival."""
+        rows = self.rows.by_stamp()
+        prompts = self.rows["prompt"][rows]
+        order = np.argsort(self.prompts["stamp"][prompts], kind="stable")
+        first = np.flatnonzero(np.diff(prompts[order])) + 1
+        return [part for part in np.split(rows[order], first) if len(part)]
 
     def evict(self, count: int, prompt: int | None = None) -> int:
         """Remove the oldest rows, of a prompt or of all; return how many these are."""
-        line = self._order if prompt is None else self._orders[prompt]
-        return self.remove(line.take(count))
+        stamp = self.rows["stamp"]
+        among = True if prompt is None else self.rows["prompt"] == prompt
+        rows = np.flatnonzero((stamp != EMPTY) & among)
+        return self.remove(rows[np.argpartition(stamp[rows], count - 1)[:count]])
 
     def number(self, group: Group) -> int:
         """Return the number of the group's prompt, which gets one if it has none."""
@@ -229,7 +183,6 @@ class Store:
             self.prompts["stamp"][number] = self._arrivals
             tokens = np.array(group.prompt_tokens, np.int32)
             self.heads[number] = replace(group, prompt_tokens=tokens, trajectories=())
-            self._orders[number] = ArrivalOrder(self.rows)
             self._numbers[group.prompt.id] = number
         return number
 
@@ -274,7 +227,7 @@ class Store:
         return len(known)
 
     def remove(self, rows: np.ndarray) -> int:
-        """Free rows and return their number; the orders skip them by their stamps."""
+        """Free rows and return their number."""
         table = self.rows
         for key in table["key"][rows].tolist():
             del self._index[key]
@@ -290,7 +243,7 @@ class Store:
         prompts = self.prompts
         empty = np.flatnonzero((prompts["held"] == 0) & (prompts["stamp"] != EMPTY))
         for number in empty.tolist():
-            del self._numbers[self.heads.pop(number).prompt.id], self._orders[number]
+            del self._numbers[self.heads.pop(number).prompt.id]
         self.prompts.free(empty)
 
     def groups(self, drawn: Sequence[np.ndarray]) -> list[Group]:
@@ -310,7 +263,7 @@ class Store:
         self.segments.close()
         numbers = np.array(list(self.segments.by_number), np.int32)
         prompts = self.prompts_by_arrival()
-        rows = self._order.rows(len(self))
+        rows = self.rows.by_stamp()
         columns = {name: self.rows[name][rows] for name in SAVED}
         columns["prompt"] = _positions(prompts, columns["prompt"])
         columns["segment"] = _positions(numbers, columns["segment"])
@@ -354,12 +307,9 @@ class Store:
         table["prompt"][rows] = prompt
         table["stamp"][rows] = np.arange(self._arrivals, self._arrivals + len(rows))
         self._arrivals += len(rows)
-        self._order.append(rows)
-        self._orders[prompt].append(rows)
         prompts["held"][prompt] += len(rows)
         prompts["latest"][prompt] = table["arrived"][rows[-1]]
         prompts["stamp"][prompt] = self._arrivals
-        self._prompt_order.append(np.array([prompt]))
 
 
 def key_of(response: Trajectory, prompt: int) -> bytes:

@@ -6,7 +6,6 @@ alarms, and async ones in an event loop beside it.
 """
 
 import asyncio
-import io
 import json
 import math
 import os
@@ -67,14 +66,6 @@ def _limit(kind: int, most: float) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def _reopen_output() -> None:
-    """Let the next function print, if one has closed standard output or error."""
-    for name in ("stdout", "stderr"):
-        stream = vars(sys)[name]
-        if isinstance(stream, io.IOBase) and stream.closed:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
-
-
 class ScoringServer:
     """The tasks, and the connection to the searcher."""
 
@@ -101,8 +92,6 @@ class ScoringServer:
         self._reply(STARTED, "started")
         while True:
             number, seconds, group = pickle.load(requests)
-            # CPU time of all threads; not RLIMIT_CPU, which workers of a pool would inherit
-            signal.setitimer(signal.ITIMER_PROF, seconds * (os.cpu_count() or 1) + 1)
             until = time.monotonic() + seconds
             scores = self._begin(group)
             if isinstance(scores, list | Rejected):
@@ -115,7 +104,6 @@ class ScoringServer:
     def _begin(self, group: bytes) -> Any:
         """Return scores, an awaitable of them, or a rejection of the group."""
         try:
-            _reopen_output()
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
             return scores if isawaitable(scores) else listed(scores)

@@ -47,7 +47,6 @@ def guard() -> Iterator[Scoring]:
         ("memory", ["memory", 8.0]),  # the process lives, and scores each answer alone
         ("interrupt", ["raised", 8.0]),
         ("prints", [6.0, 8.0]),
-        ("closed", [6.0, 8.0]),
     ],
 )
 def test_a_reward_that_misbehaves_costs_its_own_group(guard, text, expected):
@@ -296,38 +295,6 @@ def test_a_function_may_start_processes_of_its_own(kind, tmp_path):
         for _ in range(2):  # what a fork has left does not answer in place of the second call
             verdicts = guard([Prompt("0", "?")], [[Answer("four", True)]], (name, None))
             assert verdicts == [[4.0]], name
-    guard.close()
-
-
-def test_a_worker_does_not_inherit_the_limit_of_cpu_time():
-    """A pool may be kept for the whole run, and compute in every call."""
-
-    def score(completions: list[str]) -> list[float]:
-        code = "import resource, signal\nprint(resource.getrlimit(resource.RLIMIT_CPU)[0],"
-        code += " signal.getitimer(signal.ITIMER_PROF)[0])"
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-        return [float(ran.stdout == b"-1 0.0\n")]
-
-    guard = guard_of(score)
-    assert judge(guard, ["start"]) == [[1.0]]
-    guard.close()
-
-
-def test_a_thread_that_goes_on_computing_reaches_the_limit_of_cpu_time():
-    def score(completions: list[str]) -> list[float]:
-        def spin() -> None:
-            while True:
-                pass
-
-        if completions == ["spin"]:
-            threading.Thread(target=spin, daemon=True).start()
-        return [float(os.getpid())]
-
-    guard = guard_of(score, deadline=0.5)
-    ((pid,),) = judge(guard, ["spin"])
-    assert isinstance(pid, float) and has_ended(pid)
-    ((other,),) = judge(guard, ["one"])
-    assert other != pid
     guard.close()
 
 
