@@ -126,22 +126,12 @@ class RunSetup:
     def search_setup(self) -> SearchSetup:
         c = self.config
         return SearchSetup(
-            policy=c.policy,
-            task=c.task,
-            engine=c.engine,
+            config=c,
             sampling=Sampling(**c.sampling.model_dump(exclude={"explore", "explore_share"})),
-            reward=c.reward,
-            evaluation=c.eval,
-            runtime=c.runtime,
             held_out=tuple(self.held_out),
-            token_budget=c.trainer.token_budget,
-            weights=c.trainer.weights,
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,
             sets=self.sets,
-            explore=c.sampling.explore,
-            explore_share=c.sampling.explore_share,
-            steps=c.run.steps,
             compares=compares(c, self.objective),
         )
 

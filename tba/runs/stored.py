@@ -131,11 +131,12 @@ def _rewards(
             stats.reject(verdicts)
             rewards.append([math.nan if isinstance(v, Rejected) else float(v) for v in verdicts])
         rejected = stats.rejected.total()
-        if rejected > setup.reward.max_rejected * samples:
+        limit = setup.config.reward.max_rejected
+        if rejected > limit * samples:
             raise ValueError(
-                f"--rescore: {rejected} of {samples} stored samples were rejected,"
-                f" more than reward.max_rejected = {setup.reward.max_rejected}; the run is as"
-                f" it was. The last error was:\n{stats.last_rejection}"
+                f"--rescore: {rejected} of {samples} stored samples were rejected, more than"
+                f" reward.max_rejected = {limit}; the run is as it was. The last error was:\n"
+                f"{stats.last_rejection}"
             )
     total.add(stats)
     return rewards

@@ -29,7 +29,7 @@ class LocalSearchers:
         self._job = job
         self._stream = job.stream
         self._searcher = searcher
-        self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
+        self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._weights: Weights | None = None
         self._reference = state.reference
         self._found: list[Group] = []  # in a `gather` that has not returned

@@ -73,12 +73,12 @@ class RaySearchers:
         self._stream = job.stream
         self._stopping = stopping
         self._in_flight = job.settings.concurrent_searches + 1
-        self._rejections = RejectionMonitor(job.setup.reward.max_rejected)
+        self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._calls = cluster.connection.calls
         self._transport = cluster.transport
         self._bf16 = bf16
         self._here = cluster.machine
-        self._folders = folders(job.setup.policy)
+        self._folders = folders(job.setup.config.policy)
         self._changed = threading.Condition()  # guards everything below, and the stream
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
@@ -125,7 +125,7 @@ class RaySearchers:
         groups: list[Group] = []
         with self._changed:
             if not self._searching:
-                first = self._settings.start_deadline + self._job.setup.evaluation.deadline
+                first = self._settings.start_deadline + self._job.setup.config.eval.deadline
                 what_first = "eval.deadline: the evaluation before the first search"
                 self._wait(self._evaluations.handed_out, first, what_first)
             self._requested = at_least
@@ -191,7 +191,7 @@ class RaySearchers:
         with self._changed:
             if finish:
                 self._searching = False  # until the next call of `gather`
-                limit = self._job.setup.evaluation.deadline * max(1, len(self._evaluations.open))
+                limit = self._job.setup.config.eval.deadline * max(1, len(self._evaluations.open))
                 limit += self._settings.task_deadline * self._in_flight  # searches before them
                 what = "eval.deadline: an evaluation"
                 self._wait(lambda: not self._evaluations.open, limit, what)

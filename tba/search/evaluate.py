@@ -83,7 +83,7 @@ class Answers:
 
 def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
     """Return the set of each piece of an evaluation, its place in the set, and its prompts."""
-    size = setup.evaluation.prompts_per_task
+    size = setup.config.eval.prompts_per_task
     divided = []
     sets = {"": setup.held_out} | {name: one.prompts for name, one in setup.sets.items()}
     for name, prompts in sets.items():
@@ -115,7 +115,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     """
     started = time.perf_counter()
     setup = searcher.setup
-    settings = setup.evaluation
+    settings = setup.config.eval
     name, first, prompts = pieces(setup)[number]
     seed = seed_of(settings.seed, Use.EVALUATION, number)
     limit = setup.sampling.max_tokens

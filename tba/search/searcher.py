@@ -10,7 +10,7 @@ import torch
 
 from tba.config import tables
 from tba.config.plugins import resolve
-from tba.config.runtime import RuntimeTable
+from tba.config.schema import Config
 from tba.engines import Engine, SearchError, logp_gap_limit
 from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
@@ -61,30 +61,16 @@ class EvaluationSet:
 class SearchSetup:
     """Settings from which any process builds the same searcher."""
 
-    policy: tables.PolicyTable
-    task: tables.Use
-    engine: tables.EngineTable
+    config: Config
     sampling: Sampling
-    reward: tables.RewardTable
-    evaluation: tables.EvalTable
-    runtime: RuntimeTable
+    """How a search samples that does not explore."""
     held_out: tuple[Prompt, ...]
-    token_budget: int
-    """Tokens, padding included, in one forward pass of the reference."""
     value_rollouts: ValueRollouts | None
     """Value estimates that the objective needs from search, if any."""
     reward_functions: Functions | bytes | None
     """Functions passed from Python, pickled for another process; None if the config names them."""
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
     """Further evaluation sets, by name."""
-    explore: tuple[float, float] | None = None
-    """Least and highest temperature at which a search may choose tokens, drawn for each."""
-    explore_share: float = 1.0
-    """Share of the searches for which it is drawn."""
-    weights: str = "fp32"
-    """Precision of the trained weights, `trainer.weights`, in which the reference's are, too."""
-    steps: int = 0
-    """`run.steps`, which reward functions may ask for."""
     compares: bool = False
     """Whether the objective compares the policy with the one that sampled."""
 
@@ -95,14 +81,14 @@ class SearchSetup:
         difference is noise.
         """
         scoring = self.scoring(device)  # first: its process starts while the models load
-        context = self.engine.options.get("max_model_len")
-        text = load_text(self.policy).within(context)
-        plugin = resolve("engines", "engine", self.engine.use, self.engine.options)
-        if self.runtime.colocate == "sleep":
+        c = self.config
+        text = load_text(c.policy).within(c.engine.options.get("max_model_len"))
+        plugin = resolve("engines", "engine", c.engine.use, c.engine.options)
+        if c.runtime.colocate == "sleep":
             plugin = replace(plugin, options={**plugin.options, "sleeps": True})
-        engine: Engine = plugin.build(self.policy, text, device, bf16, self.sampling)
+        engine: Engine = plugin.build(c.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
-        limit = logp_gap_limit(self.engine, bf16)
+        limit = logp_gap_limit(c.engine, bf16)
         scoring.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
         agents = {}
         for name, task in scoring.tasks.items():
@@ -112,56 +98,56 @@ class SearchSetup:
 
     def _agents(self, program: Program, engine: Engine, text: Tokenizer) -> Agents:
         """Return what holds sessions of a program."""
-        fixed = "" if engine.explores else f"engine={self.engine.use} cannot sample so"
+        c = self.config
+        fixed = "" if engine.explores else f"engine={c.engine.use} cannot sample so"
         if self.compares:
             fixed = "the objective needs the log-probs of the config's: choose objective=tb"
-        limit = self.reward.max_memory
-        return Agents(engine, text, program, fixed, limit, self.runtime.start_deadline)
+        limit = c.reward.max_memory
+        return Agents(engine, text, program, fixed, limit, c.runtime.start_deadline)
 
     def scoring(self, device: str) -> Scoring:
         """Return what scores, for the task of the run and for the tasks of evaluation sets."""
-        reward = self.reward
+        reward = self.config.reward
+        deadlines = self.config.runtime
         functions = self.reward_functions
         if isinstance(functions, bytes):  # they came with this object, never from a file
             functions = pickle.loads(functions)
         isolated = reward.isolate == "process"
         builds = {}
         tasks = {}
-        named = {"": self.task, **{name: one.task for name, one in self.sets.items()}}
+        named = {"": self.config.task, **{name: one.task for name, one in self.sets.items()}}
         for name, task in named.items():
             plugin = resolve("tasks", "task", task.use, task.options)
             builds[name] = partial(build_task, plugin, functions, device)
             tasks[name] = build_task(plugin, functions, None if isolated else device)
         process = None
         if isolated:
-            process = ScoringProcess(builds, reward.max_memory, self.runtime.start_deadline)
+            process = ScoringProcess(builds, reward.max_memory, deadlines.start_deadline)
         return Scoring(
             tasks=tasks,
             process=process,
             deadline=reward.deadline,
             concurrency=reward.concurrency,
-            longest=LONGEST_CALL * self.runtime.task_deadline,
-            steps=self.steps,
+            longest=LONGEST_CALL * deadlines.task_deadline,
+            steps=self.config.run.steps,
         )
 
     def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
         """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
         if engine.own_reference:
             return EngineReference()
-        temperature = self.sampling.temperature
-        budget = self.token_budget
-        if self.policy.lora is not None and engine.model is not None:
-            return AdapterReference(Policy(engine.model, temperature, bf16), budget, engine.lend)
+        if self.config.policy.lora is not None and engine.model is not None:
+            policy = Policy(engine.model, self.sampling.temperature, bf16)
+            return AdapterReference(policy, self.config.trainer.token_budget, engine.lend)
         return self.reference(device, bf16)
 
     def reference(self, device: str, bf16: bool) -> Reference:
         """Load the reference as a model of its own."""
-        temperature = self.sampling.temperature
-        budget = self.token_budget
-        kind = Reference if self.policy.lora is None else AdapterReference
-        dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
-        model = load_frozen(self.policy, device, bf16, dtype)
-        return kind(Policy(model, temperature, bf16), budget)
+        c = self.config
+        kind = Reference if c.policy.lora is None else AdapterReference
+        dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
+        model = load_frozen(c.policy, device, bf16, dtype)
+        return kind(Policy(model, self.sampling.temperature, bf16), c.trainer.token_budget)
 
 
 @dataclass(frozen=True)
@@ -186,7 +172,7 @@ class Searcher:
         gap = self.engine.load_weights(weights)
         if gap is not None and not gap <= self.max_logp_gap:  # NaN is too large, too
             raise LogpGapError(
-                f"engine {self.setup.engine.use!r}: after the weight update to version"
+                f"engine {self.setup.config.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
                 f" average, more than engine.max_logp_gap = {self.max_logp_gap:g}; if this is the"
                 " engine's precision, set engine.dtype=fp32, or engine.max_logp_gap above it."
@@ -250,7 +236,7 @@ class Searcher:
         """
         task = self.scoring.tasks[name]
         if name in self.agents:
-            seconds = MOST_OF_TASK * self.setup.runtime.task_deadline
+            seconds = MOST_OF_TASK * self.setup.config.runtime.task_deadline
             return self.agents[name].hold(prompts, sampling, seed, seconds)
         if task.tools is not None:
             return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)
@@ -265,12 +251,13 @@ class Searcher:
 
     def _sampling(self, seed: int) -> Sampling:
         """Return how a search samples; its seed decides at which temperature, if it explores."""
-        setup = self.setup
+        sampling = self.setup.sampling
+        settings = self.setup.config.sampling
         rng = generator(seed, Use.EXPLORATION)
-        if setup.explore is None or rng.random() >= setup.explore_share:
-            return setup.sampling
-        low, high = setup.explore
-        return replace(setup.sampling, explore=low + (high - low) * rng.random())
+        if settings.explore is None or rng.random() >= settings.explore_share:
+            return sampling
+        low, high = settings.explore
+        return replace(sampling, explore=low + (high - low) * rng.random())
 
     def _groups(
         self,

@@ -45,7 +45,7 @@ def searcher(toy_model: Path, tmp_path: Path) -> Searcher:
 
 def answered(searcher: Searcher, mode: str) -> Iterator[tuple[np.ndarray, Completion]]:
     """Each answer of an evaluation, after the tokens of its prompt."""
-    setup, settings = searcher.setup, searcher.setup.evaluation
+    setup, settings = searcher.setup, searcher.setup.config.eval
     several = Sampling(settings.samples, settings.temperature, setup.sampling.max_tokens)
     sampling = several if mode == "sampled" else Sampling(1, 0.0, setup.sampling.max_tokens)
     for number in range(len(pieces(setup))):
@@ -91,9 +91,9 @@ def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(sear
     gone = {name for name in whole if "perplexity" in name or name == "sampled_log_ratio"}
     assert len(gone) == 7  # two of each mode, and two standard errors
     assert whole.keys() - changed.keys() == gone
-    silent = replace(searcher.setup, evaluation=searcher.setup.evaluation.model_copy(
-        update={"perplexity": False}
-    ))  # fmt: skip
+    config = searcher.setup.config
+    quiet = config.eval.model_copy(update={"perplexity": False})
+    silent = replace(searcher.setup, config=config.model_copy(update={"eval": quiet}))
     scores = evaluate_held_out(replace(searcher, setup=silent)).scores
     assert whole.keys() - scores.keys() == gone - {"sampled_log_ratio"}
 
