@@ -1,5 +1,4 @@
 from dataclasses import dataclass
-from typing import Literal
 
 from tba.objectives import Loss, Objective, PerToken, total
 from tba.types import Batch
@@ -17,15 +16,10 @@ class Raft(Objective):
     (arXiv 2504.11343).
     """
 
-    threshold: float | Literal["best"] = 0.5
-    """Lowest reward of a good response; `best`: the highest of the group, unless all are equal."""
+    threshold: float = 0.5
+    """Lowest reward of a good response."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        if isinstance(self.threshold, str):
-            best = batch.reward.amax(1, keepdim=True)
-            good = (batch.reward == best) & (best > batch.reward.amin(1, keepdim=True))
-        else:
-            good = batch.reward >= self.threshold
-        accepted = good.float()
+        accepted = (batch.reward >= self.threshold).float()
         loss = -(accepted * total(logp, batch)).mean(1)
         return loss, {"raft/accepted": accepted.mean(1)}

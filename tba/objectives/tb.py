@@ -63,8 +63,6 @@ class TrajectoryBalance(Objective):
     """Weigh responses that are pushed down by min(pi / mu, 1); advisable at a lag of 3 or more."""
     importance_cap: PositiveFloat | None = None
     """Upper bound of the importance weights; default: no weights."""
-    log_ratio_clamp: PositiveFloat | None = None
-    """Clamp each token's log-ratio to the reference to +- this value; default: no clamp."""
     gamma: PositiveFloat = 1.0
     """Temperature of the reference in the target; above 1, the reward weighs more."""
     tau: PositiveFloat = 1.0
@@ -96,9 +94,7 @@ class TrajectoryBalance(Objective):
         return self.tapered or self.importance_cap is not None
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        bound = float("inf") if self.log_ratio_clamp is None else self.log_ratio_clamp
-        log_ratio = logp - batch.ref_logp / (self.gamma * self.tau)
-        kl = total(log_ratio.clamp(-bound, bound), batch)
+        kl = total(logp - batch.ref_logp / (self.gamma * self.tau), batch)
         residual = self.beta * kl - batch.reward / self.tau
         if abs(self.alpha - 1) > SQUARED:
             loss, log_z = self._by_divergence(residual)

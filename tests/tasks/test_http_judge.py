@@ -115,14 +115,11 @@ def test_nonsense_is_an_error_at_once(server, classify, case):
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_so_many_requests_run_at_one_time(server, concurrency):
-    """Those of all groups together."""
+    """Of a group."""
     server.always = Reply(delay=0.05 * concurrency)
     judge = Http(f"{server.url}/classify", "m", concurrency=concurrency)
 
-    async def groups() -> None:
-        await asyncio.gather(*(judge(["p"] * 3, [f"{i}{j}" for j in "abc"]) for i in range(3)))
-
-    asyncio.run(groups())
+    asyncio.run(judge(["p"] * 9, list("abcdefghi")))
     assert (server.most, len(server.bodies)) == (concurrency, 9)
 
 

@@ -8,11 +8,10 @@ import random
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from ipaddress import ip_address
 from typing import Any, Literal
 from urllib.request import getproxies, proxy_bypass
-from weakref import WeakKeyDictionary
 
 import httpx2
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
@@ -93,11 +92,11 @@ class Http(Judge):
     api_key_env: str | None = None
     """Name of the environment variable that holds the key. The key is written nowhere."""
     deadline: Finite = 10.0
-    """Seconds for each request."""
+    """Seconds for each request, and for its wait until another request has ended."""
     retries: Count = 4
     """Repetitions after 429, 5xx, a lost connection or the deadline, at growing intervals."""
     concurrency: Positive = 32
-    """Requests at one time."""
+    """Requests at one time for a group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,7 +142,7 @@ class Http(Judge):
         client = httpx2.AsyncClient(
             headers=headers,
             timeout=None,  # `_post` has its own
-            limits=httpx2.Limits(max_connections=None),
+            limits=httpx2.Limits(max_connections=self.concurrency),
             trust_env=not is_loopback(self.url),
             verify=_tls(),
         )
@@ -204,12 +203,10 @@ class Http(Judge):
         A request is repeated after 429, 5xx, a lost connection, or its deadline. ValueError for an
         answer that is too large, or not of the right form.
         """
-        loop = asyncio.get_running_loop()
-        slots = self._slots.setdefault(loop, asyncio.Semaphore(self.concurrency))
         for attempt in range(self.retries + 1):
             try:
                 request = client.stream("POST", self.url, json=body)
-                async with slots, asyncio.timeout(self.deadline), request as response:
+                async with asyncio.timeout(self.deadline), request as response:
                     content = await _read(response)
             except (httpx2.RequestError, TimeoutError) as error:
                 problem = f"{type(error).__name__} {self._shown(str(error))}".strip()
@@ -229,11 +226,6 @@ class Http(Judge):
     def _shown(self, sent: str) -> str:
         """Return the beginning of what a server sent, which may repeat the key in any form."""
         return HIDDEN if self._key() else sent[:SHOWN]
-
-    @cached_property
-    def _slots(self) -> WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]:
-        """The slots for requests, which belong to an event loop."""
-        return WeakKeyDictionary()
 
 
 @cache
