@@ -25,34 +25,28 @@ def choose(
     if sampling.temperature == 0:
         tokens = scaled.argmax(-1, keepdim=True).expand(uniform.shape)
     else:
-        if sampling.explore is None:
-            p = (scaled - total).exp_()
-        else:
-            p = (scaled * (sampling.temperature / sampling.explore)).softmax(-1)
-        cumulative = _without_unlikely(p, sampling).cumsum(-1)
+        reshaped = sampling.explore is not None or sampling.top_k > 0 or sampling.top_p < 1
+        p = _reshaped(scaled, sampling).softmax(-1) if reshaped else (scaled - total).exp_()
+        cumulative = p.cumsum(-1)
         tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
     return tokens, scaled.gather(1, tokens) - total
 
 
-def _without_unlikely(p: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
-    """Return probabilities, which need not sum to 1, with 0 for the tokens that are left out.
+def _reshaped(scaled: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
+    """Return logits at the temperature `explore`, without tokens that top-k and top-p leave out.
 
     vLLM has the same order.
     """
-    if 0 < sampling.top_k < p.shape[-1]:
-        least = p.topk(sampling.top_k).values[:, -1:]
-        p = p.masked_fill(p < least, 0.0)
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    if sampling.explore is not None:
+        scaled = scaled * (sampling.temperature / sampling.explore)
+    ids = torch.zeros(len(scaled), 0, dtype=torch.long)  # of the tokens before, which are not used
+    if sampling.top_k > 0:
+        scaled = TopKLogitsWarper(sampling.top_k)(ids, scaled)
     if sampling.top_p < 1:
-        p = _nucleus(p, sampling.top_p)
-    return p
-
-
-def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
-    """Return 0 outside the smallest set of tokens that have this share of the probability."""
-    ordered, order = p.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    outside = before >= top_p * p.sum(-1, keepdim=True)
-    return p.scatter(1, order, ordered.masked_fill(outside, 0.0))
+        scaled = TopPLogitsWarper(sampling.top_p)(ids, scaled)
+    return scaled
 
 
 def shortened(response: Completion, limit: int) -> Completion:

@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
@@ -35,34 +35,29 @@ Keep = Callable[[Sequence[EvaluatedAnswer]], None]
 """Receives the answers to the prompts of a piece, of one mode."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """Name of a score, as in `Evaluation`, and how its mean over prompts is reported."""
+REFERENCE = ("log_ratio", "nats")
+"""Values of answers that depend on the weights of the reference."""
+NO_MEASURES = ("passed", "length", "tokens", "finished", "logp", *REFERENCE)
 
-    name: str
-    error: str = ""
-    """Name of the standard error of the mean; "" if it is not reported."""
-    of_reference: bool = False
-    """True if it depends on the weights of the reference."""
-    rejected: str = ""
-    """Name of the score that has the share of rejected answers, if that matters."""
-    if_rejected: float | None = None
-    """Mean if every answer was rejected; None to leave the score out."""
+Table = dict[str, Float[np.ndarray, "P S"]]
+"""Values of S answers to each of P prompts: the reward, the task's measures, and NO_MEASURES.
 
-
-Scores = dict[Score, Float[np.ndarray, " P"]]
-"""Scores of P prompts, each a mean over the answers to a prompt; NaN where there is none."""
+NaN where an answer was rejected, and as `passed` where answers are neither right nor wrong. `nats`
+is -log ref(y | x) at temperature 1, and `tokens` the length of prompt and response but one.
+"""
 
 
 @dataclass(frozen=True)
 class EvaluatedPiece:
-    """Scores of the P prompts of one piece of an evaluation, all of one set."""
+    """Values of the answers to the prompts of one piece of an evaluation, all of one set."""
 
     set: str
     """Name of the further set; "" for the held-out prompts."""
     parts: list[str]
     """Part of its task that each prompt belongs to; "" where there are no parts."""
-    scores: Scores
+    tables: Mapping[Mode, Table]
+    k: Sequence[int]
+    """k of each pass@k."""
     reference: int
     """Version of the reference."""
     examples: list[EvaluatedAnswer]
@@ -75,8 +70,8 @@ class Answers:
 
     mode: Mode
     responses: Responses
-    values: Mapping[str, Float[np.ndarray, "P S"]]
-    """`reward` and the task's measures by name; NaN where an answer was rejected."""
+    values: Table
+    """`reward` and the task's measures by name."""
     verdicts: list[list[Verdict]]
     """Verdicts of the reward."""
 
@@ -130,75 +125,110 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
         keep(_as_text(searcher.text, stop, name, prompts, sampled))
     parts = [searcher.scoring.tasks[name].part(prompt) for prompt in prompts]
     least = np.array([nan if t.pass_reward is None else t.pass_reward for _, t in parts])
-    scores = _scores(greedy, least) | _scores(sampled, least)
+    tables = {answers.mode: _table(answers, least) for answers in (greedy, sampled)}
     version = searcher.reference.version
     if settings.temperature == setup.sampling.temperature:  # that of the reference
-        log_ratio, version = _log_ratio(sampled.responses, searcher.reference)
-        scores[Score("sampled_log_ratio", of_reference=True)] = log_ratio
+        nats, version = _nats(sampled.responses, searcher.reference)
+        tables["sampled"]["log_ratio"] = tables["sampled"]["logp"] + nats
     if settings.perplexity:
         for answers in (greedy, sampled):
-            likelihood, version = _likelihood(answers, searcher.reference)
-            scores |= likelihood
-    average = f"avg@{settings.samples}"
-    scores[Score(average, f"{average}_stderr")] = _passed(sampled, least)
-    correct = (sampled.values["reward"] >= least[:, None]).sum(1).tolist()
-    for k in settings.k:
-        chances = np.array([pass_at_k(settings.samples, c, k) for c in correct])
-        score = Score(f"pass@{k}", f"pass@{k}_stderr")
-        scores[score] = np.where(np.isnan(least), nan, chances)
+            nats, version = _nats(answers.responses, searcher.reference, temperature=1.0)
+            tables[answers.mode]["nats"] = nats
     examples = shown[: max(0, EXAMPLES - first)]
     seconds = time.perf_counter() - started
-    return EvaluatedPiece(name, [part for part, _ in parts], scores, version, examples, seconds)
+    own_parts = [part for part, _ in parts]
+    return EvaluatedPiece(name, own_parts, tables, settings.k, version, examples, seconds)
 
 
 def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     """Return the scores of all pieces together; `SET/` or `PART/` begins the name of a subset's.
 
-    `sampled_log_ratio` is the mean log(pi / ref) of the sampled answers, in nats per response: an
-    unbiased estimate of KL(pi, ref), which may be negative. Perplexities are those of the answers
-    under the reference: of the whole set by its tokens, and see `_likelihood`. All are left out if
-    the reference was reset between two pieces. A standard error is over prompts, because samples of
-    one prompt are not independent. Samples that the task cannot score count as wrong, and not in
-    the mean reward, which is 0 if none is scored; `rejected` is their share. If the task rejects
-    all answers, as a measure, or all greedy answers, as a pairwise judge does, these scores are
-    left out. `seconds` are those of all pieces.
+    Scores of the reference are left out if it was reset between two pieces. `seconds` are those of
+    all pieces.
     """
-    one_reference = len({p.reference for p in pieces}) == 1
+    left_out = REFERENCE if len({p.reference for p in pieces}) > 1 else ()
     scores: dict[str, float] = {}
     for name in dict.fromkeys(p.set for p in pieces):
         of_set = [p for p in pieces if p.set == name]
-        values: Scores = {}
-        for score in of_set[0].scores:
-            if one_reference or not score.of_reference:
-                values[score] = np.concatenate([p.scores[score] for p in of_set])
         parts = np.concatenate([p.parts for p in of_set])
-        scores |= _means([name], values)
+        scores |= _of_subset([name], of_set, np.full(len(parts), True), left_out)
         for part in dict.fromkeys(parts[parts != ""].tolist()):
-            of_part = {score: column[parts == part] for score, column in values.items()}
-            scores |= _means([name, part], of_part)
+            scores |= _of_subset([name, part], of_set, parts == part, left_out)
     scores["seconds"] = sum(p.seconds for p in pieces)
     return Evaluation(version, scores, list(chain(*(p.examples for p in pieces))))
 
 
-def _means(path: Sequence[str], values: Scores) -> dict[str, float]:
-    """Return the mean of each score, and the standard errors, named after the set and the part."""
-    means: dict[str, float] = {}
-    for score, of_prompts in values.items():
-        if score.rejected and (values[Score(score.rejected)] == 1).all():
-            of_prompts = np.array([score.if_rejected], float)  # None becomes NaN
-        elif score.rejected:
-            of_prompts = of_prompts[~np.isnan(of_prompts)]
-        if np.isnan(of_prompts).any():
-            continue
-        means[score.name] = fmean(of_prompts.tolist())
-        if score.error:
-            means[score.error] = stderr(of_prompts.tolist())
-    for mode in ("greedy", "sampled"):
-        nats = means.pop(f"{mode}_nats", None)
-        if nats is not None:
-            means[f"{mode}_perplexity"] = exp(nats / means[f"{mode}_length"])
+def _of_subset(
+    path: Sequence[str],
+    pieces: Sequence[EvaluatedPiece],
+    chosen: Bool[np.ndarray, " P"],
+    left_out: Sequence[str],
+) -> dict[str, float]:
+    """Return the scores of the chosen prompts of a set, named after the set and the part."""
     prefix = "".join(f"{name}/" for name in path if name)
-    return {prefix + name: value for name, value in means.items()}
+    scores: dict[str, float] = {}
+    for mode, columns in pieces[0].tables.items():
+        table = {}
+        for column in columns:
+            if column not in left_out:
+                every = np.concatenate([p.tables[mode][column] for p in pieces])
+                table[column] = every[chosen]
+        own = _scores(mode, table, pieces[0].k)
+        scores |= {prefix + name: value for name, value in own.items()}
+    return scores
+
+
+def _scores(mode: Mode, table: Table, k: Sequence[int]) -> dict[str, float]:
+    """Return the scores of a set or a part of it, and their standard errors.
+
+    An error is over prompts, because samples of one prompt are not independent. Samples that the
+    task cannot score count as wrong, and not in the mean reward, which is 0 if none is scored;
+    `rejected` is their share. If the task rejects all answers, as a measure, or all greedy answers,
+    as a pairwise judge does, these scores are left out. `sampled_log_ratio` is the mean
+    log(pi / ref) of the sampled answers, in nats per response: an unbiased estimate of KL(pi, ref),
+    which may be negative. Perplexities are those of the answers under the reference at temperature
+    1: of all answers by their tokens, and `perplexity_with_prompt` of each by the tokens of prompt
+    and response, as the published numbers for TL;DR (arXiv 2410.18252, 2503.18929).
+    """
+    scores: dict[str, float] = {}
+    for name, values in table.items():
+        if name in NO_MEASURES:
+            continue
+        missing = np.isnan(values)
+        rejected = f"{mode}_rejected" if name == "reward" else f"{mode}_{name}_rejected"
+        scores[rejected] = float(missing.mean())
+        if name == "reward":  # of answers that were scored: 0 may be better than any reward
+            by_prompt = np.ma.masked_array(values, missing).mean(1).compressed()
+        else:
+            by_prompt = np.where(missing, 0.0, values).mean(1)
+        if not missing.all():
+            scores |= _with_error(f"{mode}_{name}", f"{mode}_{name}_stderr", by_prompt)
+        elif (mode, name) == ("sampled", "reward"):
+            scores |= {"sampled_reward": 0.0, "sampled_reward_stderr": 0.0}
+    passed = table["passed"]
+    if not np.isnan(passed).any():
+        scores |= _with_error(f"{mode}_pass@1", f"{mode}_stderr", passed.mean(1))
+        if mode == "sampled":
+            n = passed.shape[1]
+            scores |= _with_error(f"avg@{n}", f"avg@{n}_stderr", passed.mean(1))
+            for each in k:
+                chances = np.array([pass_at_k(n, int(correct), each) for correct in passed.sum(1)])
+                scores |= _with_error(f"pass@{each}", f"pass@{each}_stderr", chances)
+    for name in ("length", "finished", "log_ratio"):
+        if name in table:
+            scores[f"{mode}_{name}"] = float(table[name].mean())
+    if "nats" in table:
+        scores[f"{mode}_perplexity"] = exp(table["nats"].mean() / table["length"].mean())
+        with_prompt = np.exp(table["nats"] / table["tokens"]).mean(1)
+        name = f"{mode}_perplexity_with_prompt"
+        scores |= _with_error(name, f"{name}_stderr", with_prompt)
+    return scores
+
+
+def _with_error(name: str, error: str, by_prompt: Float[np.ndarray, " P"]) -> dict[str, float]:
+    """Return the mean over prompts, and its standard error."""
+    values = by_prompt.tolist()
+    return {name: fmean(values), error: stderr(values)}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -266,67 +296,25 @@ def _as_text(
     return rows
 
 
-def _scores(answers: Answers, least: Float[np.ndarray, " P"]) -> Scores:
-    """Return the scores of each prompt; `least` is the reward of a right answer, NaN if none is."""
-    mode = answers.mode
-    scores = {}
-    for name, values in answers.values.items():
-        missing = np.isnan(values)
-        is_reward = name == "reward"
-        rejected = f"{mode}_rejected" if is_reward else f"{mode}_{name}_rejected"
-        means = np.where(missing, 0.0, values).mean(1)
-        if is_reward:  # of answers that were scored: 0 may be better than any reward
-            means = np.ma.masked_array(values, missing).mean(1).filled(nan)
-        if_rejected = 0.0 if is_reward and mode == "sampled" else None
-        error = f"{mode}_{name}_stderr"
-        score = Score(f"{mode}_{name}", error, rejected=rejected, if_rejected=if_rejected)
-        scores[score] = means
-        scores[Score(rejected)] = missing.mean(1)
-    scores[Score(f"{mode}_pass@1", f"{mode}_stderr")] = _passed(answers, least)
+def _table(answers: Answers, least: Float[np.ndarray, " P"]) -> Table:
+    """Return the values of answers; `least` is the reward of a right answer, NaN if none is."""
+    passed = answers.values["reward"] >= least[:, None]
     groups = answers.responses.completions
-    scores[Score(f"{mode}_length")] = np.mean([[c.length for c in group] for group in groups], 1)
-    finished = [[c.finished for c in group] for group in groups]
-    scores[Score(f"{mode}_finished")] = np.mean(finished, 1)
-    return scores
-
-
-def _passed(answers: Answers, least: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
-    """Return the share of right answers to each prompt; NaN if answers are not right or wrong."""
-    passed = (answers.values["reward"] >= least[:, None]).mean(1)
-    return np.where(np.isnan(least), nan, passed)
-
-
-def _log_ratio(responses: Responses, reference: Reference) -> tuple[Float[np.ndarray, " P"], int]:
-    """Return the mean log(pi / ref) of the answers to each prompt, and the reference's version."""
-    logp, version = reference.logp(responses.prompts, responses.completions)
-    estimates = []
-    for group, rows in zip(responses.completions, logp, strict=True):
-        pairs = zip(group, rows, strict=True)
-        estimates.append(fmean(float((c.logp - ref_logp).sum()) for c, ref_logp in pairs))
-    return np.array(estimates), version
-
-
-def _likelihood(answers: Answers, reference: Reference) -> tuple[Scores, int]:
-    """Return how likely the answers are under the reference at temperature 1, and its version.
-
-    `nats` is the mean of -log ref(y | x), from which `join` computes the perplexity. The other one,
-    `perplexity_with_prompt`, divides it by the tokens of prompt and response but one, as the
-    published numbers for TL;DR do (arXiv 2410.18252, 2503.18929).
-    """
-    prompts = answers.responses.prompts
-    completions = answers.responses.completions
-    logp, version = reference.logp(prompts, completions, temperature=1.0)
-    nats = []
-    with_prompt = []
-    for prompt, group, rows in zip(prompts, completions, logp, strict=True):
-        surprises = [-float(row.sum()) for row in rows]
-        lengths = [len(prompt) + c.length - 1 for c in group]
-        pairs = zip(surprises, lengths, strict=True)
-        nats.append(fmean(surprises))
-        with_prompt.append(fmean(exp(surprise / length) for surprise, length in pairs))
-    published = f"{answers.mode}_perplexity_with_prompt"
-    scores = {
-        Score(f"{answers.mode}_nats", of_reference=True): np.array(nats),
-        Score(published, f"{published}_stderr", of_reference=True): np.array(with_prompt),
+    length = np.array([[c.length for c in group] for group in groups], float)
+    before = np.array([len(prompt) - 1 for prompt in answers.responses.prompts])
+    return {
+        **answers.values,
+        "passed": np.where(np.isnan(least)[:, None], nan, passed),
+        "length": length,
+        "tokens": before[:, None] + length,
+        "finished": np.array([[c.finished for c in group] for group in groups], float),
+        "logp": np.array([[float(c.logp.sum()) for c in group] for group in groups]),
     }
-    return scores, version
+
+
+def _nats(
+    responses: Responses, reference: Reference, temperature: float | None = None
+) -> tuple[Float[np.ndarray, "P S"], int]:
+    """Return -log ref(y | x) of each response, and the reference's version."""
+    logp, version = reference.logp(responses.prompts, responses.completions, temperature)
+    return np.array([[-float(row.sum()) for row in rows] for rows in logp]), version

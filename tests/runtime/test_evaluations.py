@@ -9,7 +9,7 @@ from exact import toy_config
 
 from tba.runs.setup import RunSetup, check
 from tba.runtime.pool import Evaluations
-from tba.search.evaluate import Score, evaluate_held_out, evaluate_piece, pieces
+from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
 from tba.weights import Sent
@@ -99,10 +99,9 @@ def test_pieces_have_random_numbers_of_their_own(parts, searchers):
     first = setup.held_out[0]
     same = replace(searchers[0], setup=replace(setup, held_out=(first,) * 6))
     one, other = (evaluate_piece(same, number) for number in (0, 1))
-    alike = Score("greedy_length")
-    different = Score("sampled_log_ratio", of_reference=True)
-    assert one.scores[alike].tolist() == other.scores[alike].tolist()
-    assert one.scores[different].tolist() != other.scores[different].tolist()
+    assert one.tables["greedy"]["length"].tolist() == other.tables["greedy"]["length"].tolist()
+    ratios = [piece.tables["sampled"]["log_ratio"].tolist() for piece in (one, other)]
+    assert ratios[0] != ratios[1]
 
 
 def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(parts, searchers):
