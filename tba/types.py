@@ -155,6 +155,33 @@ def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...
     return tuple(zip(places.tolist(), versions[places].tolist(), strict=True))
 
 
+def joined(before: Completion, given: Int32[np.ndarray, " G"], turn: Completion) -> Completion:
+    """Return a completion with given tokens and the policy's next turn behind it."""
+    own = versions_of(before)
+    last = own[-1] if len(own) else turn.version
+    versions = np.concatenate([own, np.full(len(given), last, np.int32), versions_of(turn)])
+    sampled = np.concatenate(
+        [
+            np.ones(len(before.tokens), bool) if before.sampled is None else before.sampled,
+            np.zeros(len(given), bool),
+            np.ones(len(turn.tokens), bool),
+        ]
+    )
+    return Completion(
+        tokens=np.concatenate([before.tokens, given, turn.tokens]),
+        logp=np.concatenate([before.logp, np.zeros(len(given), np.float32), turn.logp]),
+        finished=turn.finished,
+        version=int(versions[0]),
+        switches=switches_of(versions),
+        sampled=None if sampled.all() else sampled,
+        restarts=before.restarts,
+    )
+
+
+NO_TOKENS = np.zeros(0, np.int32)
+NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
+
+
 @dataclass(frozen=True)
 class Group:
     """Trajectories of one prompt. Draws, batches and losses never split a group.

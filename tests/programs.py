@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -23,12 +24,23 @@ DOUBLE = {
 }  # fmt: skip
 
 
-def ask(base_url: str, messages: list[Any], **options: Any) -> dict[str, Any]:
-    """Return the body of a reply; HTTPError for a refusal."""
+def post(base_url: str, messages: list[Any], timeout: float = 60.0, **options: Any) -> Any:
+    """Return the response to a request, which can be read."""
     body = json.dumps({"model": "policy", "messages": messages, **options}).encode()
     headers = {"content-type": "application/json"}
-    with urlopen(Request(f"{base_url}/chat/completions", body, headers), timeout=60) as reply:
-        return json.loads(reply.read())
+    return urlopen(Request(f"{base_url}/chat/completions", body, headers), timeout=timeout)
+
+
+def ask(base_url: str, messages: list[Any], **options: Any) -> dict[str, Any]:
+    """Return the body of a reply; HTTPError for a refusal. Come again if told so, as clients do."""
+    while True:
+        try:
+            with post(base_url, messages, **options) as reply:
+                return json.loads(reply.read())
+        except HTTPError as error:
+            if error.code != 503:
+                raise
+            time.sleep(float(error.headers["retry-after"]))
 
 
 def refusal(base_url: str, messages: list[Any], **options: Any) -> tuple[int, str, str]:
@@ -68,31 +80,6 @@ async def once(base_url: str, row: dict[str, Any]) -> dict[str, float]:
     """Ask once; the reward and another number."""
     message = said(ask(base_url, [user(row["prompt"])]))
     return {"reward": len(message["content"]), "solved": 1.0}
-
-
-def ends(base_url: str, row: dict[str, Any]) -> Any:
-    """Do what the row says after a call."""
-    kind = row["kind"]
-    if kind != "silent":
-        ask(base_url, [user(row["prompt"])])
-    match kind:
-        case "silent":
-            return 1.0
-        case "raises":
-            raise KeyError("no such page")
-        case "nan":
-            return float("nan")
-        case "text":
-            return "much"
-        case "none":
-            return None
-        case "hangs":
-            time.sleep(3600)
-        case "dies":
-            os._exit(3)
-        case "prints":
-            print("a page", file=sys.stderr)
-    return 1.0
 
 
 def refused(base_url: str, row: dict[str, Any]) -> float:
@@ -148,10 +135,8 @@ def at_once(base_url: str, row: dict[str, Any]) -> float:
 
 def gives_up(base_url: str, row: dict[str, Any]) -> float:
     """Leave before the reply, and ask the same again."""
-    body = json.dumps({"messages": [user("Say 1")]}).encode()
-    with_body = Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
     try:
-        urlopen(with_body, timeout=0.1)
+        post(base_url, [user("Say 1")], timeout=0.1)
     except OSError:
         time.sleep(0.3)
         ask(base_url, [user("Say 1")])
@@ -177,9 +162,7 @@ class Counts:
 def streams(base_url: str, row: dict[str, Any]) -> float:
     """Read a reply as a stream, and one with tokens; what was sent is what is seen."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    body = json.dumps({"messages": [user("Say 1")], **options}).encode()
-    asked = Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
-    with urlopen(asked, timeout=60) as reply:
+    with post(base_url, [user("Say 1")], **options) as reply:
         parts = [line[6:] for line in reply.read().decode().split("\n\n") if line]
     assert parts[-1] == "[DONE]"
     chunk, usage = map(json.loads, parts[:-1])
@@ -224,6 +207,15 @@ def rewritten_oracle(base_url: str, row: dict[str, Any]) -> float:
     return _consulted(base_url, row, rewritten)
 
 
+def forgetful_oracle(base_url: str, row: dict[str, Any]) -> float:
+    """Keep only what the oracle has said, as a message of the user."""
+
+    def told(message: Any, tokens: list[int], results: list[Any]) -> list[Any]:
+        return [user(row["prompt"] + "".join(result["content"] for result in results))]
+
+    return _consulted(base_url, row, told)
+
+
 def _consulted(
     base_url: str,
     row: dict[str, Any],
@@ -265,19 +257,24 @@ def mishaps(base_url: str, row: dict[str, Any]) -> Any:
         if number == 1:
             match kind:
                 case "leaves" | "vanishes":
-                    _leave(base_url, messages)
+                    with suppress(OSError):  # close the connection before the reply
+                        post(base_url, messages, timeout=0.001)
                     if kind == "vanishes":
                         return 1.0
                 case "raises":
                     raise KeyError("no such page")
                 case "nan":
                     return float("nan")
+                case "text":
+                    return "much"
                 case "none":
                     return None
                 case "hangs":
                     time.sleep(3600)
                 case "dies":
                     os._exit(3)
+                case "prints":
+                    print("a page", file=sys.stderr)
                 case "long":
                     assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"
                 case "large":
@@ -295,18 +292,21 @@ def mishaps(base_url: str, row: dict[str, Any]) -> Any:
     return 1.0
 
 
-def _leave(base_url: str, messages: list[Any]) -> None:
-    """Send a request, and close the connection before the reply."""
-    body = json.dumps({"messages": messages}).encode()
-    asked = Request(f"{base_url}/chat/completions", body, {"content-type": "application/json"})
-    with suppress(OSError):
-        urlopen(asked, timeout=0.001)
-
-
 def _call_later(base_url: str) -> None:
     time.sleep(1.0)
     with suppress(HTTPError):
         ask(base_url, [user("late")])
+
+
+def lingers(base_url: str, row: dict[str, Any]) -> float:
+    """Hold a session of three calls with pauses, and tell where its endpoint is."""
+    messages = [user(row["prompt"])]
+    with Path(os.environ["TOLD"]).open("a") as file:
+        print(base_url, file=file)
+    for _ in range(3):
+        messages += [said(ask(base_url, messages)), user("more")]
+        time.sleep(0.1)
+    return 1.0
 
 
 class Doubles:

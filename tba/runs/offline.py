@@ -33,7 +33,7 @@ from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import device_here
-from tba.search.agents import Endpoint, live_session
+from tba.search.agents import Endpoint, Live
 from tba.search.chat import shown
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
@@ -194,7 +194,7 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
             engine.load_weights(_weights(generation, config))
     session = Session("append")
     endpoint = Endpoint(engine, text, port=port)
-    url = endpoint.begin(live_session(session, sampling, config.run.seed, 0, sys.maxsize))
+    url = endpoint.begin(Live(session, sampling, config.run.seed, 0, sys.maxsize))
     print(f'base_url="{url}"  (any API key; Ctrl-C ends it)', flush=True)
     printed = 0
     try:

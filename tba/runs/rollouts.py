@@ -89,7 +89,13 @@ def with_reference(
     while len(done) < len(groups):
         tell(f"log-probs of logged rollouts {100 * len(done) // len(groups)} %")
         some = groups[len(done) :][:AT_ONCE]
-        completions = [[_completion(t) for t in group.trajectories] for group in some]
+        completions = [
+            [
+                Completion(t.tokens, t.ref_logp, t.finished, 0, (), t.sampled, t.restarts)
+                for t in group.trajectories
+            ]
+            for group in some
+        ]
         every, _ = reference.logp([group.prompt_tokens for group in some], completions)
         for group, rows in zip(some, every, strict=True):
             pairs = zip(group.trajectories, rows, strict=True)
@@ -212,17 +218,6 @@ def _of_tokens(row: Mapping[str, Any]) -> tuple[np.ndarray, Completion]:
         restarts=tuple(np.flatnonzero(marks == RESTART).tolist()),
     )
     return prompt, completion
-
-
-def _completion(t: Trajectory) -> Completion:
-    return Completion(
-        tokens=t.tokens,
-        logp=t.ref_logp,
-        finished=t.finished,
-        version=0,
-        sampled=t.sampled,
-        restarts=t.restarts,
-    )
 
 
 def _why(error: Exception) -> str:

@@ -17,15 +17,19 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 LONGEST = 10_000
 """Longest error message, in characters."""
+LONGEST_LINE = 2**30
+"""Most bytes of a row."""
+THREADS = 10_000
+"""Most plain functions at once, those that hang included."""
 
 
 def main(end: int, rollout: str, max_memory: float | None) -> None:
@@ -39,9 +43,9 @@ def main(end: int, rollout: str, max_memory: float | None) -> None:
         if max_memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (int(max_memory * 1e9), data))
     except BaseException:
-        _send(connection, {"failed": traceback.format_exc()[-LONGEST:]})
+        connection.sendall(_line(failed=traceback.format_exc()[-LONGEST:]))
         return
-    _send(connection, {"started": os.getpid()})
+    connection.sendall(_line(started=os.getpid()))
     asyncio.run(_serve(connection, function, target_of))
 
 
@@ -49,14 +53,15 @@ async def _serve(
     connection: socket.socket, function: Callable[..., Any], target_of: Callable[[str], Any]
 ) -> None:
     loop = asyncio.get_running_loop()
-    arriving: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-    threading.Thread(target=_read, args=[connection, loop, arriving], daemon=True).start()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS))
+    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=LONGEST_LINE)
     tasks: dict[int, asyncio.Task[None]] = {}
-    while (message := await arriving.get()) is not None:
+    while line := await reader.readline():
+        message = json.loads(line)
         number = message["session"]
         if "row" in message:
             target = target_of(message["base_url"])
-            held = _hold(connection, function, number, target, message["row"])
+            held = _hold(writer, function, number, target, message["row"])
             tasks[number] = loop.create_task(held)
         elif number in tasks:
             tasks.pop(number).cancel()
@@ -79,87 +84,49 @@ def _targets(function: Callable[..., Any]) -> Callable[[str], Any]:
     return client
 
 
-def _read(
-    connection: socket.socket,
-    loop: asyncio.AbstractEventLoop,
-    arriving: "asyncio.Queue[dict[str, Any] | None]",
-) -> None:
-    with connection.makefile("r", encoding="utf-8") as lines:
-        for line in lines:
-            loop.call_soon_threadsafe(arriving.put_nowait, json.loads(line))
-    loop.call_soon_threadsafe(arriving.put_nowait, None)
-
-
 async def _hold(
-    connection: socket.socket,
+    writer: asyncio.StreamWriter,
     function: Callable[..., Any],
     number: int,
     target: Any,
     row: dict[str, Any],
 ) -> None:
     """Run the program once, and send what it returns or raises."""
-    result: dict[str, Any] = {"session": number}
     try:
         if inspect.iscoroutinefunction(function):
             returned = await function(target, row)
         else:
-            returned = await _in_thread(function, target, row)
-        result["returned"] = _as_json(returned)
+            returned = await asyncio.to_thread(_call, function, target, row)
+        line = _line(session=number, returned=_as_json(returned))
     except asyncio.CancelledError:
-        result["raised"] = "cancelled"
+        line = _line(session=number, raised="cancelled")
     except BaseException as error:
-        lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
-        result["raised"] = "".join(lines)[-LONGEST:]
-    _send(connection, result)
+        told = traceback.format_exception(type(error), error, _users(error.__traceback__))
+        line = _line(session=number, raised="".join(told)[-LONGEST:])
+    writer.write(line)
 
 
-async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a plain function in a daemon thread, which is left behind if it hangs."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            setter(value)
-
-    def run() -> None:
-        try:
-            returned = function(*arguments)
-        except BaseException as error:
-            loop.call_soon_threadsafe(settle, future.set_exception, _as_exception(error))
-        else:
-            loop.call_soon_threadsafe(settle, future.set_result, returned)
-
-    threading.Thread(target=run, daemon=True).start()
-    return await future
+def _call(function: Callable[..., Any], target: Any, row: dict[str, Any]) -> Any:
+    try:
+        return function(target, row)
+    except StopIteration as error:  # a future cannot hold it
+        raise RuntimeError(repr(error)) from error
 
 
-def _as_exception(error: BaseException) -> Exception:
-    """Return an error that a future can hold."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
-
-
-def _as_json(returned: Any) -> str | dict[str, str] | None:
+def _as_json(returned: Any) -> float | dict[str, float] | None:
     """Return a reward, rewards by name, or None. TypeError for anything else."""
-    if returned is None:
-        return None
     if isinstance(returned, dict):
         return {str(name): _number(value) for name, value in returned.items()}
-    return _number(returned)
+    return None if returned is None else _number(returned)
 
 
-def _number(value: Any) -> str:
-    if isinstance(value, str | bytes):
-        raise TypeError(f"rollout returned {value!r}; it must return a number, a dict, or None")
+def _number(value: Any) -> float:
     try:
-        return repr(float(value))  # as text: JSON has no NaN
-    except (TypeError, ValueError) as error:
-        kind = type(value).__name__
-        raise TypeError(
-            f"rollout returned {kind}; it must return a number, a dict, or None"
-        ) from error
+        if not isinstance(value, str | bytes):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"rollout returned {value!r:.200}; it must return a number, a dict, or None")
 
 
 def _load(rollout: str) -> Callable[..., Any]:
@@ -185,14 +152,17 @@ def _load(rollout: str) -> Callable[..., Any]:
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that is the user's."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    """Return the part of a traceback that is the user's: what is behind the last frame of ours."""
+    users = trace
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == __file__:
+            users = trace.tb_next
         trace = trace.tb_next
-    return trace
+    return users
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def _line(**message: Any) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _die_with_parent() -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,6 @@ GRACE = 2.0
 """Seconds after which a session that was told to end counts as stuck."""
 LONGEST_LINE = 2**24
 """Most bytes of a result."""
-
-
-class ProgramError(RuntimeError):
-    """The program does not start; `worked` says whether it has done so before."""
-
-    def __init__(self, why: str, worked: bool) -> None:
-        super().__init__(why)
-        self.worked = worked
 
 
 class AgentProcess:
@@ -46,9 +39,10 @@ class AgentProcess:
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._numbers = count()
-        self._results: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._results: dict[int, asyncio.Future[Verdict]] = {}
         self._stuck: set[int] = set()  # sessions that were told to end, and have not
-        self._worked = False
+        self.worked = False
+        """Whether the process has ever started."""
 
     async def run(self, url: str, row: Mapping[str, Any], seconds: float) -> Verdict:
         """Run the program for a session; return its reward, or why it has none."""
@@ -61,18 +55,17 @@ class AgentProcess:
         except ValueError as error:
             return Rejected("raised", f"the row cannot be sent as JSON: {error}")
         await self._ready()
-        result: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._results[number] = result
         self._send(line)
         try:
-            message = await asyncio.wait_for(asyncio.shield(result), seconds)
+            return await asyncio.wait_for(asyncio.shield(result), seconds)
         except TimeoutError:
             self._send(json.dumps({"session": number}))
             self._stuck.add(number)
             asyncio.get_running_loop().call_later(GRACE, self._end_stuck)
             limit = f"task.deadline = {self._program.deadline:g} s"
             return Rejected("timeout", f"the session did not end within {seconds:g} s ({limit})")
-        return verdict_of(message)
 
     def close(self) -> None:
         """End the process, and what it has started."""
@@ -84,15 +77,14 @@ class AgentProcess:
         self._writer.write(line.encode() + b"\n")
 
     async def _ready(self) -> None:
-        """Start the process unless it runs; ProgramError if it does not start."""
+        """Start the process unless it runs; ChildProcessError if it does not start."""
         async with self._starting:
             if self._reading is not None and not self._reading.done():
                 return
-            why = await self._start()
-        if why:
-            told = f"task.rollout = {self._program.rollout!r} did not start: {why}"
-            raise ProgramError(told, self._worked)
-        self._worked = True
+            if why := await self._start():
+                told = f"task.rollout = {self._program.rollout!r} did not start: {why}"
+                raise ChildProcessError(told)
+            self.worked = True
 
     async def _start(self) -> str:
         """Start the process, and return why it did not start, if so."""
@@ -113,18 +105,15 @@ class AgentProcess:
                 own.close()
                 return str(error)
         reader, self._writer = await asyncio.open_unix_connection(sock=own, limit=LONGEST_LINE)
-        try:
+        failed = f"not within runtime.start_deadline = {self._start_deadline:g} s"
+        first = b""
+        with suppress(TimeoutError):
             first = await asyncio.wait_for(reader.readline(), self._start_deadline)
-        except TimeoutError:
+            failed = json.loads(first).get("failed", "") if first else "its process ended"
+        if failed:
             self._child.kill()
-            return f"not within runtime.start_deadline = {self._start_deadline:g} s"
-        if not first:
-            self._child.kill()
-            return f"its process ended with status {self._child.status}"
-        message = json.loads(first)
-        if "failed" in message:
-            self._child.kill()
-            return f"\n{message['failed']}"
+            self._writer.close()
+            return f"{failed} (status {self._child.status})" if not first else failed
         self._reading = asyncio.create_task(self._read(reader, self._child))
         return ""
 
@@ -133,21 +122,22 @@ class AgentProcess:
         try:
             while line := await reader.readline():
                 message = json.loads(line)
+                verdict = verdict_of(message)
                 self._stuck.discard(message["session"])
                 result = self._results.pop(message["session"], None)
                 if result is not None and not result.done():
-                    result.set_result(message)
-        except (ValueError, KeyError, ConnectionError):  # the program wrote to our socket
-            pass
+                    result.set_result(verdict)
+        except (ValueError, TypeError, KeyError, ConnectionError):
+            pass  # the program wrote to our socket
         finally:
             assert self._writer is not None
             self._writer.close()
         await asyncio.to_thread(child.kill)
         self._stuck.clear()
-        how = f"the agent process ended with status {child.status}"
+        died = Rejected(DIED, f"the agent process ended with status {child.status}")
         for result in self._results.values():
             if not result.done():
-                result.set_result({"died": how})
+                result.set_result(died)
         self._results.clear()
 
     def _end_stuck(self) -> None:
@@ -162,20 +152,17 @@ class AgentProcess:
 def verdict_of(message: Mapping[str, Any]) -> Verdict:
     """Return the verdict that a result of the program means."""
     match message:
-        case {"died": how}:
-            return Rejected(DIED, str(how))
         case {"raised": text}:
             return Rejected("raised", str(text))
-        case {"returned": dict(by_name)}:
-            numbers = {str(name): float(value) for name, value in by_name.items()}
-            if "reward" not in numbers:
-                return Rejected("none", "rollout returned a dict without `reward`")
-            items = {f"rewards/{n}": x for n, x in numbers.items() if n != "reward"}
-            return parse_score(Itemized(numbers["reward"], items, {}))
         case {"returned": None}:
             return Rejected("none", "rollout returned None")
-        case {"returned": value}:
-            return parse_score(float(value))
+        case {"returned": {"reward": float(reward), **others}}:
+            items = {f"rewards/{name}": float(value) for name, value in others.items()}
+            return parse_score(Itemized(reward, items, {}))
+        case {"returned": dict()}:
+            return Rejected("none", "rollout returned a dict without `reward`")
+        case {"returned": float(reward)}:
+            return parse_score(reward)
     return Rejected("raised", f"the agent process sent {message!r:.200}")
 
 

@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -31,12 +30,12 @@ from pydantic import ValidationError
 from tba.engines import Engine, EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
-from tba.search.agent_process import AgentProcess, ProgramError
+from tba.search.agent_process import AgentProcess
 from tba.search.chat import Chat
 from tba.search.responses import Responses
 from tba.search.session import Asked, Exchange, Session, Turns
 from tba.search.verdicts import Rejected, Verdict
-from tba.search.wire import Request, completion, message_of, refusal
+from tba.search.wire import RefusedError, Request, completion, message_of
 from tba.streams import Use, seed_of
 from tba.tasks import Program
 from tba.types import Completion, Sampling, Turn
@@ -48,59 +47,38 @@ WAITING = 1024
 """Most requests at once; others are told to come again."""
 CHATS = 64
 """Most sets of tools whose chats are kept."""
+ENDED = "the session has ended, or there is none at this path"
 
 
 @dataclass(eq=False)
 class Live:
-    """A session that is being held."""
+    """A session that is being held: sample number `sample` of the search with this seed."""
 
     session: Session
     sampling: Sampling
-    seed: Callable[[int], int]
-    """Seed of a turn by its number."""
+    search: int
+    sample: int
     max_calls: int
-    ended: bool = False
     calls: int = 0
     running: dict[str, "Job"] = field(default_factory=dict)
     """Replies that are being sampled, by the body of the request."""
-    unread: dict[str, int] = field(default_factory=dict)
-    """Numbers of calls whose reply nobody waited for, by the body of the request."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Numbers of the calls whose reply nobody has read yet, by the body of the request."""
 
-    def number(self, body: str) -> int:
-        """Return the number of a new call: that of the same request, if nobody read its reply."""
-        if body not in self.unread:
-            self.unread[body] = self.calls
+    def seed(self, body: str) -> int:
+        """Return the seed of a call: that of the same request, if nobody read its reply."""
+        if body not in self.numbers:
+            if self.calls == self.max_calls:
+                raise RefusedError(410, f"the session has had its {self.calls} calls (max_calls)")
+            self.numbers[body] = self.calls
             self.calls += 1
-        return self.unread.pop(body)
-
-    def refuse(self, number: int) -> None:
-        """Give a number back, because its call was refused."""
-        if self.calls == number + 1:
-            self.calls = number
-
-    def leave(self, body: str, job: "Job") -> None:
-        """Cancel a reply that nobody waits for any more; its number is kept for the next try."""
-        if job.waiting == 0 and job.exchange is None:
-            job.task.cancel()
-            self.running.pop(body, None)
-            self.unread[body] = job.number
-
-    def end(self) -> None:
-        self.ended = True
-        for job in self.running.values():
-            job.task.cancel()
-
-
-def live_session(session: Session, sampling: Sampling, search: int, sample: int, most: int) -> Live:
-    """Return the session of a sample of a search, which has this seed."""
-    return Live(session, sampling, lambda turn: seed_of(search, Use.TURN, sample, turn), most)
+        return seed_of(self.search, Use.TURN, self.sample, self.numbers[body])
 
 
 @dataclass(eq=False)
 class Job:
     """A reply that is being sampled, for one connection or several with the same request."""
 
-    number: int
     task: "asyncio.Task[tuple[Asked, Completion]]"
     waiting: int = 0
     exchange: Exchange | None = None
@@ -138,9 +116,9 @@ class Endpoint:
 
     def end(self, url: str) -> None:
         """End a session: its running requests are cancelled, and later ones refused."""
-        live = self._sessions.pop(url.split("/")[-2], None)
-        if live is not None:
-            live.end()
+        live = self._sessions.pop(url.split("/")[-2])
+        for job in live.running.values():
+            job.task.cancel()
 
     def close(self) -> None:
         """End all sessions and the server."""
@@ -156,87 +134,68 @@ class Endpoint:
         from starlette.responses import JSONResponse
 
         if request.path_params["session"] not in self._sessions:
-            return self._ended()
+            return RefusedError(410, ENDED).reply()
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Any) -> Any:
         """Answer a request; errors are JSON, as OpenAI's clients read them."""
-        live = self._sessions.get(request.path_params["session"])
-        if live is None or live.ended:
-            return self._ended()
+        try:
+            return await self._reply(request)
+        except RefusedError as error:
+            self.counts["agents/late" if error.status == 410 else "agents/refused"] += 1
+            return error.reply()
+
+    async def _reply(self, request: Any) -> Any:
+        """Return the reply, which enters the session once, however many connections wait for it."""
         if self.turns.waiting > WAITING:
-            return refusal(503, "overloaded", "too many requests wait; come again")
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY:
-                return refusal(413, "too_large", f"the request has more than {BODY:,} bytes")
-        try:
-            asked = Request.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            return self._wrong(f"{place}: {first['msg']}")
+            raise RefusedError(503, "too many requests wait; come again")
+        asked = await _read(request)
+        name = request.path_params["session"]
+        live = self._sessions.get(name)
+        if live is None:
+            raise RefusedError(410, ENDED)
         key = json.dumps(asked.model_dump(), sort_keys=True)
-        job = live.running.get(key)
-        if job is None:
-            if live.calls >= live.max_calls and key not in live.unread:
-                return self._ended(f"the session has had its {live.max_calls} calls (max_calls)")
-            number = live.number(key)
-            sampled = self.loop.create_task(self._sampled(live, asked, number))
-            job = live.running[key] = Job(number, sampled)
-        if await self._is_gone(request, job):
-            live.leave(key, job)
-            return refusal(499, "gone", "nobody reads this")
+        if key not in live.running:
+            live.running[key] = Job(self.loop.create_task(self._sampled(live, asked, key)))
+        job = live.running[key]
+        if await _is_gone(request, job):
+            if job.waiting == 0 and job.exchange is None:
+                job.task.cancel()
+                live.running.pop(key, None)
+            return RefusedError(499, "nobody reads this").reply()
         live.running.pop(key, None)
-        return await self._reply(live, asked, job)
-
-    async def _is_gone(self, request: Any, job: "Job") -> bool:
-        """Wait for the reply; return whether the client has gone before it came."""
-        job.waiting += 1
-        gone = asyncio.ensure_future(request.receive())
-        try:
-            await asyncio.wait({job.task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            job.waiting -= 1
-        if not gone.done():
-            gone.cancel()
-            return False
-        return True
-
-    async def _reply(self, live: Live, asked: Request, job: "Job") -> Any:
-        """Return the reply, which enters the session once, or why there is none."""
         try:
             context, turn = await job.task
         except asyncio.CancelledError:
-            return self._ended()
-        except ValueError as error:
-            live.refuse(job.number)
-            too_long = isinstance(error, _TooLongError)
-            return self._wrong(str(error), "context_length_exceeded" if too_long else "invalid")
-        if live.ended:
-            return self._ended()
+            raise RefusedError(410, ENDED) from None
+        if name not in self._sessions:
+            raise RefusedError(410, ENDED)
         message = message_of(context.chat, context.context, turn, asked)
         if job.exchange is None:
             job.exchange = live.session.add(context, turn, message)
+            del live.numbers[key]
             self.counts["agents/calls"] += 1
         return completion(asked, context.chat.text, context.context, turn, message)
 
-    async def _sampled(self, live: Live, asked: Request, number: int) -> tuple[Asked, Completion]:
+    async def _sampled(self, live: Live, asked: Request, key: str) -> tuple[Asked, Completion]:
         """Return the tokens of a request, and the policy's reply."""
-        sampling = asked.sampling(live.sampling, self._fixed)
         with self.turns.expect():
-            context = await asyncio.to_thread(self._asked, live.session, asked)
+            try:
+                sampling = asked.sampling(live.sampling, self._fixed)
+                context = await asyncio.to_thread(self._asked, live.session, asked)
+            except ValueError as error:
+                raise RefusedError(400, str(error)) from error
             tokens = context.context
             room = self._text.context - len(tokens)
             if room < 1:
-                raise _TooLongError(
+                told = (
                     f"the messages have {len(tokens)} tokens, and the model's context has"
                     f" {self._text.context}; shorten them"
                 )
+                raise RefusedError(400, told, "context_length_exceeded")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            reply = self.turns.sample(Turn(tokens, sampling, live.seed(number)))
+            reply = self.turns.sample(Turn(tokens, sampling, live.seed(key)))
         try:
             return context, await reply
         except Exception as error:
@@ -262,17 +221,34 @@ class Endpoint:
             self._chats[key] = Chat(self._text, schemas)
         return self._chats[key]
 
-    def _wrong(self, why: str, code: str = "invalid") -> Any:
-        self.counts["agents/refused"] += 1
-        return refusal(400, code, why)
 
-    def _ended(self, why: str = "the session has ended, or there is none at this path") -> Any:
-        self.counts["agents/late"] += 1
-        return refusal(410, "session_ended", why)  # clients do not try again
+async def _read(request: Any) -> Request:
+    """Return what is asked for; RefusedError for a body that is too large or wrong."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY:
+            raise RefusedError(413, f"the request has more than {BODY:,} bytes")
+    try:
+        return Request.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RefusedError(400, f"{place}: {first['msg']}") from error
 
 
-class _TooLongError(ValueError):
-    """The messages do not fit into the model's context."""
+async def _is_gone(request: Any, job: Job) -> bool:
+    """Wait for the reply; return whether the client has gone before it came."""
+    job.waiting += 1
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({job.task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        job.waiting -= 1
+    if not gone.done():
+        gone.cancel()
+        return False
+    return True
 
 
 def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -293,14 +269,6 @@ def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Await
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A session that has ended, and its reward."""
-
-    session: Session
-    verdict: Verdict
 
 
 class Agents:
@@ -324,25 +292,28 @@ class Agents:
     ) -> Responses:
         """Hold `sampling.samples` sessions about each prompt, which end within so many seconds."""
         until = time.monotonic() + seconds
-        numbers = count()
         started = []
+        sessions = []
         for prompt in prompts:
             row = {**prompt.columns, "prompt": prompt.text}
             for _ in range(sampling.samples):
                 session = Session(self._program.history)
-                number = next(numbers)
-                live = live_session(session, sampling, seed, number, self._program.max_calls)
+                live = Live(session, sampling, seed, len(sessions), self._program.max_calls)
                 holding = self._hold(row, live, until)
                 started.append(asyncio.run_coroutine_threadsafe(holding, self._endpoint.loop))
+                sessions.append(session)
         while not all(each.done() for each in started):
             self._endpoint.turns.work(0.05)
         failure = self._endpoint.failure
         if failure is not None:
             raise failure
-        held = [each.result() for each in started]
+        self._endpoint.counts["agents/forks"] += sum(session.forks for session in sessions)
         s = sampling.samples
-        groups = [held[i : i + s] for i in range(0, len(held), s)]
-        return self._responses(groups)
+        verdicts = [each.result() for each in started]
+        return self._responses(
+            [sessions[i : i + s] for i in range(0, len(sessions), s)],
+            [verdicts[i : i + s] for i in range(0, len(sessions), s)],
+        )
 
     def counts(self) -> Mapping[str, int]:
         """Return the calls since the last time, by metric."""
@@ -355,23 +326,24 @@ class Agents:
         self._process.close()
         self._endpoint.close()
 
-    async def _hold(self, row: Mapping[str, Any], live: Live, until: float) -> Held:
-        """Hold one session, and return it with the verdict on it."""
+    async def _hold(self, row: Mapping[str, Any], live: Live, until: float) -> Verdict:
+        """Hold one session, and return the verdict on it."""
         async with self._slots:
             seconds = min(self._program.deadline, until - time.monotonic())
             url = self._endpoint.begin(live)
             try:
                 verdict = await self._process.run(url, row, seconds)
-            except ProgramError as error:  # a searcher that starts anew may help later
-                kind = EngineError if error.worked else RewardError
+            except ChildProcessError as error:  # a searcher that starts anew may help later
+                kind = EngineError if self._process.worked else RewardError
                 raise kind(str(error)) from error
             finally:
                 self._endpoint.end(url)
-        if not live.session.exchanges and not isinstance(verdict, Rejected):
-            verdict = NO_CALL
-        return Held(live.session, verdict)
+        never_called = not live.session.exchanges and not isinstance(verdict, Rejected)
+        return NO_CALL if never_called else verdict
 
-    def _responses(self, groups: Sequence[Sequence[Held]]) -> Responses:
+    def _responses(
+        self, groups: Sequence[Sequence[Session]], verdicts: Sequence[Sequence[Verdict]]
+    ) -> Responses:
         """Return sessions by prompt, whose tokens are what all sessions about it begin with."""
         # in place of a prompt or a session that does not exist; nothing is made of it
         nothing = np.array([self._text.eos_id], np.int32)
@@ -379,37 +351,30 @@ class Agents:
         prompts = []
         completions = []
         for group in groups:
-            begun = [held.session.prompt for held in group if held.session.exchanges]
+            begun = [session.prompt for session in group if session.exchanges]
             prompt = common(begun) if begun else nothing
+            own = [s.completion(len(prompt)) if s.exchanges else empty for s in group]
             prompts.append(prompt)
-            own = []
-            for held in group:
-                called = held.session.exchanges
-                own.append(held.session.completion(len(prompt)) if called else empty)
             completions.append(own)
-        verdicts = [[held.verdict for held in group] for group in groups]
-        forks = sum(held.session.forks for group in groups for held in group)
-        self._endpoint.counts["agents/forks"] += forks
         if not self._program.scored:
             return Responses(prompts, completions, verdicts)
-        answers = [[self._answer(held) for held in group] for group in groups]
+        pairs = [zip(*pair, strict=True) for pair in zip(groups, verdicts, strict=True)]
+        answers = [[self._answer(session, verdict) for session, verdict in own] for own in pairs]
         return Responses(prompts, completions, answers, rewards=verdicts)
 
-    def _answer(self, held: Held) -> Answer | Verdict:
+    def _answer(self, session: Session, verdict: Verdict) -> Answer | Verdict:
         """Return a session as what reward functions see."""
-        if isinstance(held.verdict, Rejected):
-            return held.verdict
-        last = held.session.exchanges[-1]
-        messages = [*last.asked.messages, json.loads(last.keys[-1])]
+        if isinstance(verdict, Rejected):
+            return verdict
+        last = session.exchanges[-1]
         turn = last.turn
         answer = self._text.answer(turn.tokens, turn.finished, (), turn.version)
-        return replace(answer, messages=messages)
+        return replace(answer, messages=[*last.asked.messages, last.reply])
 
 
 def common(sequences: Sequence[np.ndarray]) -> np.ndarray:
     """Return the longest beginning that all of these tokens share."""
     shortest = min(map(len, sequences))
-    same = np.ones(shortest, bool)
-    for sequence in sequences:
-        same &= sequence[:shortest] == sequences[0][:shortest]
-    return sequences[0][: shortest if same.all() else int(same.argmin())]
+    rows = np.stack([sequence[:shortest] for sequence in sequences])
+    same = (rows == rows[0]).all(0)
+    return sequences[0][: int(np.append(same, False).argmin())]

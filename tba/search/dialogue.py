@@ -18,9 +18,8 @@ from tba.search.responses import Responses, Result
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within
-from tba.types import Completion, Sampling, Turn, switches_of, versions_of
+from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 
-NO_TOKENS = np.zeros(0, np.int32)
 CHARACTERS = 16
 """Characters of a tool's result that are read for each token of `sampling.max_tokens`: more than
 a token has."""
@@ -28,7 +27,6 @@ LEAST = 1000
 """Characters of a result that are read at least."""
 SHOWN = 200
 """Characters that an error shows of what a tool returned."""
-NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
 
 
 @dataclass(eq=False)
@@ -231,21 +229,3 @@ def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
             " samples of a prompt must begin alike; take what is random from the row"
         )
     return Rejected("raised", f"task.environment: {problem}") if problem else instance
-
-
-def joined(before: Completion, reply: np.ndarray, turn: Completion) -> Completion:
-    """Return a dialogue with a reply of the environment and the next turn of the policy."""
-    if not len(before.tokens) + len(reply):
-        return turn
-    earlier = np.ones(len(before.tokens), bool) if before.sampled is None else before.sampled
-    own = versions_of(before)
-    versions = np.concatenate([own, np.full(len(reply), own[-1]), versions_of(turn)])
-    newest = np.ones(len(turn.tokens), bool)
-    return Completion(
-        tokens=np.concatenate([before.tokens, reply, turn.tokens]),
-        logp=np.concatenate([before.logp, np.zeros(len(reply), np.float32), turn.logp]),
-        finished=turn.finished,
-        version=before.version,
-        switches=switches_of(versions),
-        sampled=np.concatenate([earlier, np.zeros(len(reply), bool), newest]),
-    )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import numpy as np
 from tba.models.template import text_of
 from tba.prompt import Message
 from tba.search.chat import Chat
-from tba.types import Completion, Turn, switches_of, versions_of
+from tba.types import NOTHING, Completion, Turn, joined
 
 History = Literal["append", "template"]
 """What the policy sees of the past: its own tokens, or what the chat template makes of it."""
@@ -31,6 +31,20 @@ TOKENISING = 0.1
 """Most seconds that a batch waits for turns that have arrived, and are being tokenised."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change what it says."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a reply's thoughts, which OpenAI's messages do not have, and programs may leave out."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a message says, in a form in which equal messages are equal."""
+
+    text: str
+    thoughts: str
+
+    def is_again(self, later: "Said") -> bool:
+        """Return whether a later request has this message, with or without its thoughts."""
+        return self.text == later.text and later.thoughts in ("", self.thoughts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +54,8 @@ class Asked:
     chat: Chat
     messages: tuple[Message, ...]
     """Messages for the chat template."""
-    keys: tuple[str, ...]
-    """Each message in a form in which equal ones are equal texts."""
+    said: tuple[Said, ...]
+    """What each message says."""
     after: "Exchange | None"
     """The exchange whose context goes on; None for a new context."""
     given: np.ndarray
@@ -64,8 +78,9 @@ class Exchange:
 
     asked: Asked
     turn: Completion
-    keys: tuple[str, ...]
-    """The keys of the request's messages and of the reply."""
+    reply: Message
+    said: tuple[Said, ...]
+    """What the request's messages and the reply say."""
     spoken: str
     """Text of the reply, with its special tokens but for the one that ends it."""
 
@@ -86,32 +101,28 @@ class Session:
     def ask(self, messages: Sequence[Mapping[str, Any]], chat: Chat) -> Asked:
         """Return the tokens of a request. ValueError if the chat template cannot show it."""
         shown = tuple(with_names(list(map(readable, messages))))
-        keys = tuple(map(key_of, shown))
+        said = tuple(map(said_in, shown))
         rendered = ""
         if self.history == "template":
             rendered = chat.rendered(shown)
-        before = self._before(keys, chat, rendered)
+        before = self._before(said, chat, rendered)
         if before is None:
             rendered = rendered or chat.rendered(shown)
-            return Asked(chat, shown, keys, None, chat.text.tokens(rendered), rendered)
-        new = shown[len(before.keys) :]
+            return Asked(chat, shown, said, None, chat.text.tokens(rendered), rendered)
+        new = shown[len(before.said) :]
         last = int(before.turn.tokens[-1])
         given = chat.reply(last, new, chat.described(before.asked.messages))
-        return Asked(chat, shown, keys, before, given, rendered)
+        return Asked(chat, shown, said, before, given, rendered)
 
     def add(self, asked: Asked, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
         """Record a reply that the program receives."""
         ended = int(turn.tokens[-1]) in asked.chat.text.eos_ids
         written = turn.tokens[: len(turn.tokens) - ended]
         spoken = asked.chat.text.tokenizer.decode(written.tolist())
-        exchange = Exchange(asked, turn, (*asked.keys, key_of(readable(reply))), spoken)
+        message = readable(reply)
+        exchange = Exchange(asked, turn, message, (*asked.said, said_in(message)), spoken)
         self.exchanges.append(exchange)
         return exchange
-
-    def remove(self, exchange: Exchange) -> None:
-        """Forget a reply that nobody has read, unless something follows it."""
-        if all(other.asked.after is not exchange for other in self.exchanges):
-            self.exchanges.remove(exchange)
 
     @property
     def forks(self) -> int:
@@ -121,7 +132,7 @@ class Session:
     @property
     def prompt(self) -> np.ndarray:
         """The tokens that the first context begins with. There is at least one exchange."""
-        return self._leaves()[0].path[0].asked.given
+        return self.exchanges[0].asked.given
 
     def completion(self, shared: int) -> Completion:
         """Return everything behind the first `shared` tokens of the prompt as one completion.
@@ -129,70 +140,39 @@ class Session:
         Each further context is a restart. A reply that several contexts share is sampled in the
         first of them, and given in others.
         """
-        tokens: list[np.ndarray] = []
-        logp: list[np.ndarray] = []
-        sampled: list[np.ndarray] = []
-        versions: list[np.ndarray] = []
-        restarts: list[int] = []
-        length = 0
-        version = self.exchanges[0].turn.version
+        whole = NOTHING
+        given: list[np.ndarray] = []
         known: set[Exchange] = set()
-        for number, leaf in enumerate(self._leaves()):
+        for leaf in self._leaves():
+            if known:
+                whole = replace(whole, restarts=(*whole.restarts, len(whole.tokens)))
             for exchange in leaf.path:
-                given = exchange.asked.given
-                if exchange.asked.after is None and number == 0:
-                    given = given[shared:]
-                elif exchange.asked.after is None:
-                    restarts.append(length)
-                turn = exchange.turn
-                is_new = exchange not in known
+                given.append(exchange.asked.given[0 if known else shared :])
+                if exchange in known:
+                    given.append(exchange.turn.tokens)
+                    continue
+                whole = joined(whole, np.concatenate(given), exchange.turn)
                 known.add(exchange)
-                own = versions_of(turn) if is_new else np.full(len(turn.tokens), version, np.int32)
-                tokens += [given, turn.tokens]
-                logp += [np.zeros(len(given), np.float32), turn.logp * is_new]
-                sampled += [np.zeros(len(given), bool), np.full(len(turn.tokens), is_new)]
-                versions += [np.full(len(given), version, np.int32), own]
-                version = int(own[-1])
-                length += len(given) + len(turn.tokens)
-        every = np.concatenate(versions)
-        own_tokens = np.concatenate(sampled)
-        return Completion(
-            tokens=np.concatenate(tokens),
-            logp=np.concatenate(logp).astype(np.float32),
-            finished=self.exchanges[-1].turn.finished,
-            version=int(every[0]),
-            switches=switches_of(every),
-            sampled=None if own_tokens.all() else own_tokens,
-            restarts=tuple(restarts),
-        )
+                given.clear()
+        return replace(whole, finished=self.exchanges[-1].turn.finished)
 
     def _leaves(self) -> list[Exchange]:
-        """Return the last exchange of each context, in the order of the contexts' first new one."""
+        """Return the last exchange of each context, in the order in which contexts began."""
         followed = {exchange.asked.after for exchange in self.exchanges}
         leaves = [exchange for exchange in self.exchanges if exchange not in followed]
-        places = {exchange: place for place, exchange in enumerate(self.exchanges)}
-        ordered: list[Exchange] = []
-        known: set[Exchange] = set()
-        while leaves:
-            first = min(
-                leaves, key=lambda leaf: min(places[e] for e in leaf.path if e not in known)
-            )
-            leaves.remove(first)
-            ordered.append(first)
-            known.update(first.path)
-        return ordered
+        return sorted(leaves, key=lambda leaf: self.exchanges.index(leaf.path[0]))
 
-    def _before(self, keys: tuple[str, ...], chat: Chat, rendered: str) -> Exchange | None:
+    def _before(self, said: Sequence[Said], chat: Chat, rendered: str) -> Exchange | None:
         """Return the deepest exchange that the request goes on from."""
         deepest: Exchange | None = None
         for exchange in self.exchanges:
-            depth = len(exchange.keys)
-            goes_on = depth < len(keys) and keys[:depth] == exchange.keys
+            depth = len(exchange.said)
+            goes_on = depth < len(said) and all(map(Said.is_again, exchange.said, said))
             if not goes_on or exchange.asked.chat.schemas != chat.schemas:
                 continue
             if self.history == "template" and not _is_kept(exchange, rendered):
                 continue
-            if deepest is None or depth > len(deepest.keys):
+            if deepest is None or depth > len(deepest.said):
                 deepest = exchange
         return deepest
 
@@ -291,14 +271,15 @@ def with_names(messages: Sequence[Message]) -> Iterator[Message]:
         yield message if name is None else {"name": name, **message}
 
 
-def key_of(message: Message) -> str:
-    """Return a readable message as a text: the same for messages that say the same."""
-    said = {name: value for name, value in message.items() if name not in IDS}
+def said_in(message: Message) -> Said:
+    """Return what a readable message says."""
+    said = {name: value for name, value in message.items() if name not in (*IDS, *THOUGHTS)}
     if said["role"] == "assistant":
         said["content"] = said["content"].strip()
     if "tool_calls" in said:
         said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
-    return json.dumps(said, sort_keys=True)
+    thoughts = "".join(str(message.get(name, "")) for name in THOUGHTS)
+    return Said(json.dumps(said, sort_keys=True), thoughts)
 
 
 def _is_kept(exchange: Exchange, rendered: str) -> bool:

@@ -35,6 +35,10 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
 }
 """Parameters that would change what is sampled, with the values that do not."""
 
+CODES = {
+    400: "invalid", 410: "session_ended", 413: "too_large", 499: "gone", 503: "overloaded",
+}  # fmt: skip
+
 
 class Request(BaseModel, extra="allow"):
     """Body of a request. `model`, `seed` and what is not named here are ignored."""
@@ -64,35 +68,28 @@ class Request(BaseModel, extra="allow"):
                 instead = f"; leave it out, or give {allowed[0]!r}" if allowed else ""
                 raise ValueError(f"{name} = {asked[name]!r} is not supported{instead}")
         limit = min(self.max_completion_tokens or self.max_tokens or own.max_tokens, own.max_tokens)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        sampling = replace(own, samples=1, max_tokens=limit)
-        if stop:
-            sampling = replace(sampling, stop=tuple(stop))
+        sampling = replace(own, samples=1, max_tokens=limit, stop=self.stops or own.stop)
         if own.temperature == 0:  # an evaluation with greedy replies
             return sampling
+        for name in ("temperature", "top_p"):
+            if fixed and asked[name] not in (None, vars(own)[name]):
+                raise ValueError(f"{name} = {asked[name]:g} is not that of the config, and {fixed}")
         if self.temperature not in (None, own.temperature):
             sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
         if self.top_p is not None:
             sampling = replace(sampling, top_p=self.top_p)
-        changed = [
-            f"{name} = {mine:g}"
-            for name, mine, given in (
-                ("temperature", self.temperature, own.temperature),
-                ("top_p", self.top_p, own.top_p),
-            )
-            if mine not in (None, given)
-        ]
-        if changed and fixed:
-            raise ValueError(f"{changed[0]} is not that of the config, and {fixed}")
         return sampling
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def message_of(chat: Chat, context: np.ndarray, turn: Completion, asked: Request) -> dict[str, Any]:
     """Return the reply as a message of OpenAI's; calls that cannot be read stay text."""
-    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    message, calls = chat.read(context, turn.tokens, stop)
+    message, calls = chat.read(context, turn.tokens, asked.stops)
     if asked.tool_choice == "none" or not calls or any(call.error for call in calls):
-        shown = chat.text.answer(turn.tokens, turn.finished, stop).text
+        shown = chat.text.answer(turn.tokens, turn.finished, asked.stops).text
         return {"role": "assistant", "content": shown}
     reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
     for place, call in enumerate(calls):
@@ -159,11 +156,19 @@ def _logprobs(text: Tokenizer, turn: Completion) -> list[dict[str, Any]]:
     return content
 
 
-def refusal(status: int, code: str, why: str) -> Any:
-    """Return an error as OpenAI's clients read it."""
-    from starlette.responses import JSONResponse
+class RefusedError(Exception):
+    """A request is refused with this status and code, and in a sentence."""
 
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": why, "type": kind, "param": None, "code": code}
-    headers = {"retry-after": "1"} if status == 503 else {}
-    return JSONResponse({"error": error}, status, headers)
+    def __init__(self, status: int, why: str, code: str = "") -> None:
+        super().__init__(why)
+        self.status = status
+        self._code = code or CODES[status]
+
+    def reply(self) -> Any:
+        """Return the error as OpenAI's clients read it."""
+        from starlette.responses import JSONResponse
+
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self._code}
+        headers = {"retry-after": "1"} if self.status == 503 else {}
+        return JSONResponse({"error": error}, self.status, headers)

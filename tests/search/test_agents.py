@@ -63,7 +63,7 @@ def test_a_program_that_fails_costs_its_sample(kind, reason, agent, held):
     """Never a reward of 0: the sample is rejected with its reason, and others go on."""
     rows = [{"prompt": "Say 0", "kind": kind}, *[{"prompt": f"Say {i}", "kind": "sound"} for i in range(1, 8)]]  # noqa: E501  # fmt: skip
     deadline = 2.0 if kind == "hangs" else 60.0
-    searcher, result = held(agent("ends", "1", rows=rows, deadline=deadline))
+    searcher, result = held(agent("mishaps", "1", rows=rows, deadline=deadline))
     rejected = {name: n for name, n in result.stats.rejected.items() if n}
     assert rejected == ({reason: 2} if reason else {})
     again = searcher.search(searcher.setup.held_out, seed=1)  # the next sessions are held

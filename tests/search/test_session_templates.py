@@ -95,8 +95,13 @@ def text_of(family: Family) -> Tokenizer:
     return Tokenizer(tokenizer, ends[0], frozenset(ends), ends[0], 8192, len(tokenizer))
 
 
-def hold(text: Tokenizer, family: Family, history: History, thinks: bool, tool: bool) -> Session:
-    """Return a session of three calls; its client returns messages in another form."""
+def hold(
+    text: Tokenizer, family: Family, history: History, thinks: bool, tool: bool, keeps: bool = True
+) -> Session:
+    """Return a session of three calls; its client returns messages in another form.
+
+    It leaves out thoughts that came apart, unless it `keeps` them.
+    """
     tools = [DOUBLE] if tool else []
     chat = Chat(text, {"double": DOUBLE} if tool else {})
     session = Session(history)
@@ -113,7 +118,8 @@ def hold(text: Tokenizer, family: Family, history: History, thinks: bool, tool: 
         turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
         reply = message_of(chat, asked.context, turn, request)
         session.add(asked, turn, reply)
-        returned = {name: reply[name] for name in sorted(reply)}
+        names = sorted(reply) if keeps else ["content", "role", "tool_calls"]
+        returned = {name: reply[name] for name in names if name in reply}
         messages = [*messages, returned]
         assert len(reply.get("tool_calls", ())) == calls, reply
         if not calls:
@@ -140,6 +146,8 @@ def test_sessions_have_as_many_contexts_as_the_page_says(name, monkeypatch):
         sessions = [hold(text, family, history, thinks, tool) for tool, thinks in kinds]
         assert [s.forks + 1 for s in sessions] == list(contexts), history
         assert all(len(s.exchanges) == 3 for s in sessions)
+    forgetful = hold(text, family, "append", thinks=True, tool=True, keeps=False)
+    assert forgetful.forks == 0
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
     row = " | ".join(map(str, family.contexts))
     assert any(name in line and f"| {row} |" in line for line in page.splitlines())

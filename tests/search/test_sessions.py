@@ -146,3 +146,23 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
             for c in reply.get("tool_calls") or []
         ]
         told.append([*messages, reply, *(answers or [{"role": "user", "content": "and?"}])])
+
+
+def test_a_program_may_leave_out_the_thoughts_of_a_reply_but_not_change_them(
+    text: Tokenizer,
+) -> None:
+    chat = Chat(text, {})
+    session = Session("append")
+    question = {"role": "user", "content": "Say 1"}
+    asked = session.ask([question], chat)
+    turn = Completion(text.tokens("a1"), np.zeros(2, np.float32), True, 0)
+    replies = [{"role": "assistant", "content": "1", "reasoning_content": t} for t in "ab"]
+    exchanges = [session.add(asked, turn, reply) for reply in replies]
+
+    def after(thoughts: str | None) -> Exchange | None:
+        reply = {**replies[1], "reasoning_content": thoughts}
+        return session.ask([question, reply, question], chat).after
+
+    assert after("b") is exchanges[1]
+    assert after(None) in exchanges and after("") in exchanges
+    assert after("c") is None
