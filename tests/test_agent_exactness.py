@@ -216,8 +216,8 @@ def test_on_policy_sessions_lead_to_the_optimum(program, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_policy_that_forgets_ends_at_the_best_that_it_can_reach(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_a_policy_that_forgets_ends_at_the_best_that_it_can_reach(tmp_path):
     """On-policy. What another policy sampled leads elsewhere: docs/agents.md has the figure."""
     settings = ("runtime.lag=0", "strategy=recent", "run.steps=250")
     run = run_and_keep(config_of("forgetful_oracle", tmp_path, *settings))

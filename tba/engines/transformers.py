@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, islice
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -83,7 +83,7 @@ class Transformers(Engine):
         for places, samples in self._divided([len(p) for p in prompts], sampling.samples):
             uniform = [_uniform(seed, i, sampling)[samples] for i in places]
             with self.lend(), self._precision():
-                batch = self._batch([prompts[i] for i in places], np.stack(uniform), sampling)
+                batch = self._batch([prompts[i] for i in places], uniform, sampling)
             for i, group in zip(places, batch, strict=True):
                 completions[i] += group
         return completions
@@ -91,31 +91,14 @@ class Transformers(Engine):
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
         """Sample turns with equal settings together; a context that several have runs once."""
         completions: dict[int, Completion] = {}
-        for contexts in _alike(turns, self.text.context):
-            size = max(1, self.batch_size // len(contexts[0]))
-            for first in range(0, len(contexts), size):
-                completions |= self._complete(turns, contexts[first : first + size])
-        return [completions[place] for place in range(len(turns))]
-
-    def _complete(
-        self, turns: Sequence[Turn], contexts: Sequence[Sequence[int]]
-    ) -> dict[int, Completion]:
-        """Return the completions of the turns at these places: equally many of each context."""
-        first = [turns[places[0]] for places in contexts]
-        limit = max(turns[place].sampling.max_tokens for places in contexts for place in places)
-        uniform = np.ones((len(contexts), len(contexts[0]), limit), np.float32)
-        for row, places in enumerate(contexts):
-            for sample, place in enumerate(places):
-                count = turns[place].sampling.max_tokens
-                numbers = np.random.default_rng(turns[place].seed).random(count, np.float32)
-                uniform[row, sample, :count] = 1 - numbers
-        with self.lend(), self._precision():
-            batch = self._batch([turn.context for turn in first], uniform, first[0].sampling)
-        completions = {}
-        for places, group in zip(contexts, batch, strict=True):
-            for place, completion in zip(places, group, strict=True):
+        for contexts in _together(turns, self.text.context, self.batch_size):
+            uniform = [[_uniform_of(turns[place]) for place in places] for places in contexts]
+            first = [turns[places[0]] for places in contexts]
+            with self.lend(), self._precision():
+                batch = self._batch([turn.context for turn in first], uniform, first[0].sampling)
+            for place, completion in zip(chain(*contexts), chain(*batch), strict=True):
                 completions[place] = shortened(completion, turns[place].sampling.max_tokens)
-        return completions
+        return [completions[place] for place in range(len(turns))]
 
     def load_weights(self, weights: Weights) -> float | None:
         asked = time.perf_counter()
@@ -164,24 +147,30 @@ class Transformers(Engine):
     def _batch(
         self,
         prompts: Sequence[np.ndarray],
-        uniform: Float[np.ndarray, "B S T"],
+        uniform: Sequence[Sequence[np.ndarray] | np.ndarray],
         sampling: Sampling,
     ) -> list[list[Completion]]:
-        """Sample S responses of each prompt, choosing their tokens by the uniform numbers."""
-        b, s, limit = uniform.shape
-        chance = torch.from_numpy(uniform).to(self.device)
+        """Sample responses of each prompt, choosing their tokens by uniform numbers.
+
+        There is a sequence of numbers for each response. All run for as long as the longest one.
+        """
+        own = [torch.from_numpy(numbers) for group in uniform for numbers in group]
+        chance = pad_sequence(own, True, 1.0).to(self.device)
+        limit = chance.shape[1]
+        counts = torch.tensor([len(group) for group in uniform], device=self.device)
         ids = [torch.from_numpy(p).long() for p in prompts]
         mask = [torch.ones_like(row) for row in ids]
         visible = pad_sequence(mask, True, 0, "left").to(self.device)
         padded = pad_sequence(ids, True, self.text.pad_id, "left").to(self.device)
         hidden, cache = run_prompts(self.model, padded, visible)
-        chosen, logp = self._choose(hidden, chance[:, :, 0], sampling)
-        responses = decoder(self.model, cache, visible, s, limit)
-        chance = chance.flatten(0, 1)
-        chosen = chosen.flatten()
-        logp = logp.flatten()
-        drawn = _Drawn(b * s, limit, self.device)
-        rows = torch.arange(b * s, device=self.device)
+        first = pad_sequence(chance[:, 0].split(counts.tolist()), True, 1.0)
+        asked = torch.arange(first.shape[1], device=self.device) < counts[:, None]
+        first_chosen, first_logp = self._choose(hidden, first, sampling)
+        chosen = first_chosen[asked]
+        logp = first_logp[asked]
+        responses = decoder(self.model, cache, visible, counts, limit)
+        drawn = _Drawn(len(chance), limit, self.device)
+        rows = torch.arange(len(chance), device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
             drawn.add(rows, chosen, logp)
@@ -201,8 +190,8 @@ class Transformers(Engine):
             next_chosen, next_logp = self._choose(hidden, numbers[:, None], sampling)
             chosen = next_chosen.squeeze(1)
             logp = next_logp.squeeze(1)
-        completions = drawn.completions(self.version)
-        return [completions[i : i + s] for i in range(0, b * s, s)]
+        completions = iter(drawn.completions(self.version))
+        return [list(islice(completions, len(group))) for group in uniform]
 
     def _stopped(
         self, drawn: "_Drawn", rows: Int[Tensor, " N"], stop: tuple[str, ...]
@@ -268,25 +257,33 @@ class _Drawn:
         return completions
 
 
-def _alike(turns: Sequence[Turn], room: int) -> Iterator[list[list[int]]]:
-    """Yield the places of turns that run together, by context: equally many of each context.
+def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list[int]]]:
+    """Yield the places of turns that run together, at most so many, by context.
 
     All run for as many tokens as the longest of them may, for which each context leaves room.
     """
-    by_context: defaultdict[tuple[Sampling, bytes], list[int]] = defaultdict(list)
+    together: defaultdict[Sampling, defaultdict[bytes, list[int]]]
+    together = defaultdict(lambda: defaultdict(list))
     for place, turn in enumerate(turns):
         settings = replace(turn.sampling, samples=1, max_tokens=1)
-        by_context[settings, turn.context.tobytes()].append(place)
-    together: defaultdict[tuple[Sampling, int], list[list[int]]] = defaultdict(list)
-    for (settings, _), places in by_context.items():
-        together[settings, len(places)].append(places)
+        together[settings][turn.context.tobytes()].append(place)
     for contexts in together.values():
-        waiting = sorted(contexts, key=lambda places: len(turns[places[0]].context))
+        waiting = sorted(contexts.values(), key=lambda places: len(turns[places[0]].context))
         while waiting:
-            limit = max(turns[place].sampling.max_tokens for places in waiting for place in places)
-            fits = [len(turns[places[0]].context) + limit <= room for places in waiting]
-            yield list(compress(waiting, fits))
-            waiting = [places for places, fit in zip(waiting, fits, strict=True) if not fit]
+            limit = max(turns[place].sampling.max_tokens for place in chain(*waiting))
+            taken: list[list[int]] = []
+            left = []
+            for places in waiting:
+                fits = len(turns[places[0]].context) + limit <= room
+                full = taken and sum(map(len, taken)) + len(places) > most
+                (left if full or not fits else taken).append(places)
+            yield taken
+            waiting = left
+
+
+def _uniform_of(turn: Turn) -> Float[np.ndarray, " T"]:
+    """Return the random numbers in (0, 1] of a turn."""
+    return 1 - np.random.default_rng(turn.seed).random(turn.sampling.max_tokens, np.float32)
 
 
 def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:
@@ -306,27 +303,35 @@ def run_prompts(
 
 
 def decoder(
-    model: Any, cache: Any, real: Int[Tensor, "B P"], samples: int, limit: int
+    model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"], limit: int
 ) -> "Copied | Shared":
-    """Return the decoder of `samples` responses of up to `limit` tokens to each prompt.
+    """Return the decoder of so many responses to each prompt, of up to `limit` tokens.
 
     Sharing the prompt in the cache costs attention over all responses to it. Responses that have
-    more than SHARED times the prompt's tokens in all get a copy of the prompt each.
+    more than SHARED times the prompt's tokens in all get a copy of the prompt each, and so do those
+    of which one prompt has many more than others.
     """
-    short = samples * limit <= SHARED * real.shape[1]
-    if samples > 1 and short and takes_masks(model):
-        return Shared(model, cache, real, samples)
-    return Copied(model, cache, real, samples)
+    most = int(counts.max())
+    short = most * limit <= SHARED * real.shape[1]
+    even = most * len(counts) <= 2 * int(counts.sum())
+    if most > 1 and short and even and takes_masks(model):
+        return Shared(model, cache, real, counts)
+    return Copied(model, cache, real, counts)
+
+
+def _prompt_of(counts: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
+    """Return the prompt of each response, by how many responses prompts have."""
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
 class Copied:
     """Responses with a copy of their prompt's keys and values each."""
 
-    def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], samples: int):
+    def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"]):
         self.model = model
         self.cache = cache
-        self.cache.batch_repeat_interleave(samples)
-        self.real = real.repeat_interleave(samples, 0)
+        self.cache.batch_select_indices(_prompt_of(counts))
+        self.real = real.repeat_interleave(counts, 0)
 
     def keep(self, kept: Int[Tensor, " M"]) -> None:
         """Drop all responses but these, by their place among those that are left."""
@@ -353,14 +358,14 @@ class Shared:
     rows, slots are idle. Each step adds a column for every slot to the cache.
     """
 
-    def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], samples: int):
+    def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"]):
         self.model = model
         self.cache = cache
         self.sees: Int[Tensor, "B C"] = torch.where(real.bool(), EVERYONE, NOBODY)
         self.length = real.sum(1, keepdim=True)
-        everyone = torch.arange(len(real) * samples, device=real.device)
-        self.prompt = everyone // samples
-        self.sample = everyone % samples
+        self.prompt = _prompt_of(counts)
+        first = counts.cumsum(0) - counts
+        self.sample = torch.arange(len(self.prompt), device=first.device) - first[self.prompt]
         self._place()
 
     def keep(self, kept: Int[Tensor, " M"]) -> None:

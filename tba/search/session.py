@@ -81,14 +81,22 @@ class Exchange:
     reply: Message
     said: tuple[Said, ...]
     """What the request's messages and the reply say."""
-    spoken: str
-    """Text of the reply, with its special tokens but for the one that ends it."""
 
     @cached_property
+    def spoken(self) -> str:
+        """Text of the reply, with its special tokens but for the one that ends it."""
+        text = self.asked.chat.text
+        ended = int(self.turn.tokens[-1]) in text.eos_ids
+        written = self.turn.tokens[: len(self.turn.tokens) - ended]
+        return str(text.tokenizer.decode(written.tolist()))
+
+    @property
     def path(self) -> list["Exchange"]:
         """The exchanges of its context, from the first one on."""
-        before = self.asked.after
-        return [self] if before is None else [*before.path, self]
+        path = [self]
+        while (before := path[-1].asked.after) is not None:
+            path.append(before)
+        return path[::-1]
 
 
 class Session:
@@ -116,11 +124,8 @@ class Session:
 
     def add(self, asked: Asked, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
         """Record a reply that the program receives."""
-        ended = int(turn.tokens[-1]) in asked.chat.text.eos_ids
-        written = turn.tokens[: len(turn.tokens) - ended]
-        spoken = asked.chat.text.tokenizer.decode(written.tolist())
         message = readable(reply)
-        exchange = Exchange(asked, turn, message, (*asked.said, said_in(message)), spoken)
+        exchange = Exchange(asked, turn, message, (*asked.said, said_in(message)))
         self.exchanges.append(exchange)
         return exchange
 
@@ -164,17 +169,15 @@ class Session:
 
     def _before(self, said: Sequence[Said], chat: Chat, rendered: str) -> Exchange | None:
         """Return the deepest exchange that the request goes on from."""
-        deepest: Exchange | None = None
+        earlier = []
         for exchange in self.exchanges:
-            depth = len(exchange.said)
-            goes_on = depth < len(said) and all(map(Said.is_again, exchange.said, said))
-            if not goes_on or exchange.asked.chat.schemas != chat.schemas:
-                continue
-            if self.history == "template" and not _is_kept(exchange, rendered):
-                continue
-            if deepest is None or depth > len(deepest.said):
-                deepest = exchange
-        return deepest
+            begins = all(map(Said.is_again, exchange.said, said))
+            same_tools = exchange.asked.chat.schemas == chat.schemas
+            if len(exchange.said) < len(said) and begins and same_tools:
+                earlier.append(exchange)
+        if self.history == "template":
+            earlier = [exchange for exchange in earlier if _is_kept(exchange, rendered)]
+        return max(earlier, key=lambda exchange: len(exchange.said), default=None)
 
 
 class Turns:

@@ -16,15 +16,15 @@ from tba.engines.transformers import Copied, Shared, decoder, run_prompts
 from tba.models.cache import takes_masks
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-SAMPLES = 3
 KEPT = [[0, 1, 2, 4, 6, 8], [0, 1, 3, 5], [1, 3]]
 """After the second step, the third prompt has one response left; then none."""
 
 
+@pytest.mark.parametrize("counts, kept", [((3, 3, 3), KEPT), ((2, 3, 1), [[0, 2, 3, 5]])])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_shared_prompts_give_the_states_of_copied_ones(family, attention):
+def test_shared_prompts_give_the_states_of_copied_ones(family, attention, counts, kept):
     """Prompts are padded, and responses end at different steps, so that some slots are idle."""
     model = make(family)
     model.set_attn_implementation(attention)
@@ -32,23 +32,28 @@ def test_shared_prompts_give_the_states_of_copied_ones(family, attention):
     decoders = []
     for kind in (Shared, Copied):
         _, cache = run_prompts(model, ids, VISIBLE)
-        decoders.append(kind(model, cache, VISIBLE, SAMPLES))
-    rows = len(VISIBLE) * SAMPLES
-    for step, kept in enumerate([list(range(rows)), *KEPT]):
+        decoders.append(kind(model, cache, VISIBLE, torch.tensor(counts)))
+    for step, rows in enumerate([list(range(sum(counts))), *kept]):
         if step:
             for one in decoders:
-                one.keep(torch.tensor(kept))
-        shared, copied = (d.run((torch.arange(len(kept)) * 5 + step) % 14) for d in decoders)
+                one.keep(torch.tensor(rows))
+        shared, copied = (d.run((torch.arange(len(rows)) * 5 + step) % 14) for d in decoders)
         torch.testing.assert_close(shared, copied, atol=1e-5, rtol=0)
 
 
 def test_prompts_are_shared_where_that_costs_less():
     model = make("llama")
-    _, cache = run_prompts(model, torch.ones(3, 5, dtype=torch.long), VISIBLE)
-    assert isinstance(decoder(model, cache, VISIBLE, samples=16, limit=5), Shared)
-    assert isinstance(decoder(model, cache, VISIBLE, samples=16, limit=6), Copied)
-    assert isinstance(decoder(model, cache, VISIBLE, samples=64, limit=5), Copied)
-    assert isinstance(decoder(model, cache, VISIBLE, samples=1, limit=5), Copied)
+
+    def kind(*counts: int, limit: int) -> type[Shared | Copied]:
+        _, cache = run_prompts(model, torch.ones(3, 5, dtype=torch.long), VISIBLE)
+        return type(decoder(model, cache, VISIBLE, torch.tensor(counts), limit))
+
+    assert kind(16, 16, 16, limit=5) is Shared
+    assert kind(16, 16, 16, limit=6) is Copied
+    assert kind(64, 64, 64, limit=5) is Copied
+    assert kind(1, 1, 1, limit=5) is Copied
+    assert kind(16, 4, 4, limit=5) is Shared
+    assert kind(16, 4, 3, limit=5) is Copied
 
 
 def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own():

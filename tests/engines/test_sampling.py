@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exact import toy_config
@@ -18,7 +20,7 @@ from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor, SearchStats
 from tba.search.searcher import Searcher
-from tba.types import Sampling, Trajectory
+from tba.types import Sampling, Trajectory, Turn
 
 LOGITS = torch.tensor([[1.0, -0.5, 0.0, 2.0, 1.5], [0.5, 0.4, -1.0, -torch.inf, 0.3]])
 CASES: dict[str, dict[str, Any]] = {
@@ -83,6 +85,23 @@ def searcher(model: Path, folder: Path, truncated: str) -> Searcher:
     """A searcher of the toy, about half of whose responses are cut off after two tokens."""
     settings = f"sampling.truncated={truncated}", "eval.prompts=1"
     return check(toy_config(model, folder, *settings)).search_setup().build("cpu", False)
+
+
+def test_turns_that_run_together_are_as_they_are_alone(toy_model, tmp_path):
+    """Some share a context with more turns than others do, and each has a limit of its own."""
+    one = searcher(toy_model, tmp_path, "keep")
+    contexts = [one.text.encode(p) for p in check(toy_config(toy_model, tmp_path)).prompts[:3]]
+    limits = [replace(one.setup.sampling, max_tokens=1 + n % 3) for n in range(7)]
+    chosen = zip([0, 1, 0, 2, 0, 0, 1], limits, strict=True)
+    turns = [Turn(contexts[i], sampling, seed) for seed, (i, sampling) in enumerate(chosen)]
+    together = one.engine.complete(turns)
+    for turn, completion in zip(turns, together, strict=True):
+        (alone,) = one.engine.complete([turn])
+        assert completion.tokens.tolist() == alone.tokens.tolist()
+        assert completion.finished == alone.finished
+        np.testing.assert_allclose(completion.logp, alone.logp, atol=1e-5)
+    assert len({completion.tokens.tobytes() for completion in together}) > 3
+    one.close()
 
 
 def kept(group: Sequence[Trajectory]) -> list[tuple[bytes, bool, float]]:

@@ -123,12 +123,15 @@ class FailsOnce(Script):
         return super().generate(prompts, sampling, seed)
 
 
+def told_setting(folder: Path) -> str:
+    return f"task.env={{TOLD={json.dumps(str(folder / 'told'))}}}"
+
+
 def run_config(agent: Callable[..., Config], folder: Path, *settings: str) -> Config:
     """A run with sessions of three calls each, which tell the address of their endpoint."""
     rows = [{"prompt": f"Say {i}"} for i in range(2000)]
-    told = json.dumps(str(folder / "told"))
     common = (
-        f"task.env={{TOLD={told}}}", "checkpoint.every=1", "eval.prompts=0", "runtime.searchers=1",
+        told_setting(folder), "checkpoint.every=1", "eval.prompts=0", "runtime.searchers=1",
         "runtime.fresh=1",
     )  # fmt: skip
     return agent("lingers", "1", "2", rows=rows, settings=[*common, *settings])
@@ -161,7 +164,8 @@ def test_a_run_that_is_killed_leaves_no_port_process_or_half_session(runtime, ag
     """It is killed while sessions run, and goes on from its checkpoint."""
     config = run_config(agent, tmp_path, f"runtime.use={runtime}", "run.steps=1000000")
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "tba.cli", "train", *as_settings(config)]
+    given = [*as_settings(config), told_setting(tmp_path)]
+    command = [sys.executable, "-m", "tba.cli", "train", *given]
     with (tmp_path / "errors").open("wb") as errors:
         process = subprocess.Popen(command, stderr=errors, env=ENVIRONMENT)
     try:

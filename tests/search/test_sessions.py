@@ -148,9 +148,7 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
         told.append([*messages, reply, *(answers or [{"role": "user", "content": "and?"}])])
 
 
-def test_a_program_may_leave_out_the_thoughts_of_a_reply_but_not_change_them(
-    text: Tokenizer,
-) -> None:
+def test_a_program_may_leave_out_the_thoughts_of_a_reply_but_not_change_them(text):
     chat = Chat(text, {})
     session = Session("append")
     question = {"role": "user", "content": "Say 1"}
