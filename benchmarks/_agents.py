@@ -78,8 +78,11 @@ async def session(client: Any, row: dict[str, Any], pause: float) -> float:
     return 0.0
 
 
-def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> Callable[[int], Any]:
-    """Return what holds the sessions of a search with this seed."""
+Holder = tuple[Callable[[int], Any], Callable[[], None]]
+
+
+def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> Holder:
+    """Return what holds the sessions of a search with a seed, and what ends it."""
     from tba.config.schema import load
     from tba.runs.setup import check
     from tba.search.dialogue import Dialogues
@@ -108,15 +111,15 @@ def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> C
     sampling = searcher.setup.sampling
     if side in ("environment", "before"):
         dialogues = Dialogues(searcher.engine, searcher.text, parts.task.tools)
-        return lambda seed: dialogues.hold(own, sampling, seed)
+        return lambda seed: dialogues.hold(own, sampling, seed), searcher.close
     (agents,) = searcher.agents.values()
-    return lambda seed: agents.hold(own, sampling, seed, 3600.0)
+    return lambda seed: agents.hold(own, sampling, seed, 3600.0), searcher.close
 
 
 def main() -> None:
     side, model, *numbers = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        hold = holder(side, model, Path(folder), *map(int, numbers))
+        hold, close = holder(side, model, Path(folder), *map(int, numbers))
         for line in sys.stdin:
             started = time.perf_counter()
             responses = hold(int(line))
@@ -126,6 +129,7 @@ def main() -> None:
                 for c in group:
                     tokens += len(c.tokens) if c.sampled is None else int(c.sampled.sum())
             print(json.dumps([seconds, tokens]), flush=True)
+        close()
 
 
 if __name__ == "__main__":

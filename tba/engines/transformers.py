@@ -272,7 +272,7 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
         while waiting:
             limit = max(turns[place].sampling.max_tokens for place in chain(*waiting))
             taken: list[list[int]] = []
-            left = []
+            left: list[list[int]] = []
             for places in waiting:
                 fits = len(turns[places[0]].context) + limit <= room
                 full = taken and sum(map(len, taken)) + len(places) > most

@@ -156,11 +156,13 @@ def verdict_of(message: Mapping[str, Any]) -> Verdict:
             return Rejected("raised", str(text))
         case {"returned": None}:
             return Rejected("none", "rollout returned None")
-        case {"returned": {"reward": float(reward), **others}}:
-            items = {f"rewards/{name}": float(value) for name, value in others.items()}
-            return parse_score(Itemized(reward, items, {}))
-        case {"returned": dict()}:
-            return Rejected("none", "rollout returned a dict without `reward`")
+        case {"returned": dict(rewards)}:
+            if "reward" not in rewards:
+                return Rejected("none", "rollout returned a dict without `reward`")
+            reward = rewards.pop("reward")
+            return parse_score(
+                Itemized(reward, {f"rewards/{n}": x for n, x in rewards.items()}, {})
+            )
         case {"returned": float(reward)}:
             return parse_score(reward)
     return Rejected("raised", f"the agent process sent {message!r:.200}")

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ class Endpoint:
         self._text = text
         self._fixed = fixed
         self._sessions: dict[str, Live] = {}
-        self._chats: dict[str, Chat] = {}
+        self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
@@ -203,23 +204,19 @@ class Endpoint:
             raise asyncio.CancelledError from error
 
     def _asked(self, session: Session, asked: Request) -> Asked:
-        return session.ask(asked.messages, self._chat_of(asked.tools or []))
+        return session.ask(asked.messages, self._chat_of(json.dumps(asked.tools or [])))
 
-    def _chat_of(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
-        """Return the chat with these tools: the same one for equal tools."""
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._chats:
-            schemas = {}
-            for tool in tools:
-                match tool:
-                    case {"type": "function", "function": {"name": str(name)}}:
-                        schemas[name] = tool
-                    case _:
-                        raise ValueError("tools: a tool is no function with a name")
-            if len(self._chats) >= CHATS:
-                self._chats.clear()
-            self._chats[key] = Chat(self._text, schemas)
-        return self._chats[key]
+
+def _chat_with(text: Tokenizer, tools: str) -> Chat:
+    """Return the chat with tools that are written as JSON."""
+    schemas = {}
+    for tool in json.loads(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}}:
+                schemas[name] = tool
+            case _:
+                raise ValueError("tools: a tool is no function with a name")
+    return Chat(text, schemas)
 
 
 async def _read(request: Any) -> Request:
@@ -293,7 +290,7 @@ class Agents:
         """Hold `sampling.samples` sessions about each prompt, which end within so many seconds."""
         until = time.monotonic() + seconds
         started = []
-        sessions = []
+        sessions: list[Session] = []
         for prompt in prompts:
             row = {**prompt.columns, "prompt": prompt.text}
             for _ in range(sampling.samples):
