@@ -301,7 +301,7 @@ def _call_later(base_url: str) -> None:
 def lingers(base_url: str, row: dict[str, Any]) -> float:
     """Hold a session of three calls with pauses, and tell where its endpoint is."""
     messages = [user(row["prompt"])]
-    with Path(os.environ["TOLD"]).open("a") as file:
+    with Path(os.environ["TOLD"], "told").open("a") as file:
         print(base_url, file=file)
     for _ in range(3):
         messages += [said(ask(base_url, messages)), user("more")]

@@ -115,11 +115,13 @@ def best_value(every: Sequence[Group]) -> float:
     It is not concave where a context forgets: this is the best of five random starts.
     """
     contexts: dict[tuple[int, ...], int] = {}
-    places = [[_choices(group, t, contexts) for t in group.trajectories] for group in every]
+    choices = [_choices(group, contexts) for group in every]
 
     def logp(logits: Tensor) -> list[Tensor]:
         table = logits.log_softmax(-1)
-        return [torch.stack([table[rows, ids].sum() for rows, ids in own]) for own in places]
+        sums = [torch.zeros(len(group.trajectories)) for group in every]
+        pairs = zip(sums, choices, strict=True)
+        return [zero.index_add(0, own, table[rows, ids]) for zero, (own, rows, ids) in pairs]
 
     values = []
     for start in range(5):
@@ -131,7 +133,7 @@ def best_value(every: Sequence[Group]) -> float:
             logits.grad = None
             negative = -value(logp(logits), every)
             negative.backward()
-            return negative
+            return negative.detach()
 
         optimizer.step(loss)
         values.append(-float(loss()))
@@ -139,21 +141,19 @@ def best_value(every: Sequence[Group]) -> float:
     return max(values)
 
 
-def _choices(
-    group: Group, t: Trajectory, contexts: dict[tuple[int, ...], int]
-) -> tuple[list[int], list[int]]:
-    """Return the number of the context of each sampled token, and the token."""
-    context = group.prompt_tokens.tolist()
-    rows: list[int] = []
-    ids: list[int] = []
-    for place, token in enumerate(t.tokens.tolist()):
-        if place in t.restarts:
-            context = []
-        if t.sampled is None or t.sampled[place]:
-            rows.append(contexts.setdefault(tuple(context), len(contexts)))
-            ids.append(token)
-        context.append(token)
-    return rows, ids
+def _choices(group: Group, contexts: dict[tuple[int, ...], int]) -> Tensor:
+    """Return trajectory, context and token of each choice of the policy, as rows of numbers."""
+    found = []
+    for number, t in enumerate(group.trajectories):
+        context = group.prompt_tokens.tolist()
+        for place, token in enumerate(t.tokens.tolist()):
+            if place in t.restarts:
+                context = []
+            if t.sampled is None or t.sampled[place]:
+                row = contexts.setdefault(tuple(context), len(contexts))
+                found.append((number, row, token))
+            context.append(token)
+    return torch.tensor(found).T
 
 
 def replayed(parts: RunSetup, groups: Sequence[Group]) -> Policy:

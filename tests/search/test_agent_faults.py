@@ -124,7 +124,7 @@ class FailsOnce(Script):
 
 
 def told_setting(folder: Path) -> str:
-    return f"task.env={{TOLD={json.dumps(str(folder / 'told'))}}}"
+    return f"task.env={{TOLD={json.dumps(str(folder))}}}"
 
 
 def run_config(agent: Callable[..., Config], folder: Path, *settings: str) -> Config:
