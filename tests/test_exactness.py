@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import talk
 import torch
-from build import first_policy, pack, run_and_keep
+from build import children, first_policy, nothing_is_left, pack, run_and_keep
 from exact import (
     BETA,
     MAX_TOKENS,
@@ -24,7 +24,8 @@ from tba.learn.policy import Policy
 from tba.objectives import importance
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
-from tba.runs.log import METRICS, read
+from tba.runs.log import METRICS, read, read_evaluations
+from tba.runs.offline import evaluate_run
 from tba.runs.setup import check
 from tba.strategies.uniform import Uniform
 from tba.types import Completion, Sampling, collate
@@ -68,11 +69,30 @@ def test_exploration_at_random_temperatures_and_a_tempered_target(shallow_toy_mo
 
 
 def test_ray(shallow_toy_model, tmp_path):
+    """Versions travel on the data, and after a load both sides compute the same log-probs.
+
+    Evaluations are those of another process with the same weights. Nothing is left of the run.
+    """
+    folder = tmp_path / "run"
     config = by_tb(
-        shallow_toy_model, tmp_path / "run", "runtime.use=ray", "strategy=recent",
-        "strategy.window=4", "runtime.publish_every=4", "run.steps=150",
+        shallow_toy_model, folder, "runtime.use=ray", "strategy=recent", "strategy.window=4",
+        "runtime.publish_every=4", "run.steps=152", "eval.prompts=1", "eval.every=76",
+        "eval.samples=4", "eval.k=[]",
     )  # fmt: skip
-    assert distance_after_run(config) < LIMIT
+    with nothing_is_left() as processes:
+        run = run_and_keep(config, meanwhile=lambda _: processes.extend(children()))
+    assert total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA) < LIMIT
+    rows = [row for row in read(folder / METRICS) if "loss" in row]
+    assert rows[-1]["off_policy/lag_mean"] < 20
+    gaps = [row["sync/logp_gap"] for row in rows if row["sync/logp_gap"] is not None]
+    assert gaps and max(gaps) < 1e-4
+    evaluated = read_evaluations(folder)
+    # an evaluation is of the weights that were newest when it was requested
+    assert [scores["step"] for scores in evaluated] == [0, 76, 152]
+    for scores, reference in ((evaluated[0], True), (evaluated[-1], False)):
+        again = evaluate_run(folder, [], reference)
+        for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_log_ratio"):
+            assert scores[name] == pytest.approx(again[name], abs=1e-5)
 
 
 def test_buffer_filled_by_a_uniform_policy(shallow_toy_model, tmp_path):

@@ -59,7 +59,17 @@ def test_the_engine_sleeps_while_the_trainer_trains(tiny_model, tmp_path, calls)
     assert " ".join(calls) == " ".join(expected)
 
 
-@pytest.mark.parametrize("phase", ["generate", "sleep", "step", "send", "wake", "load_weights"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "generate",
+        pytest.param("sleep", marks=pytest.mark.slow),
+        "step",
+        pytest.param("send", marks=pytest.mark.slow),
+        pytest.param("wake", marks=pytest.mark.slow),
+        "load_weights",
+    ],
+)
 def test_a_failure_never_leaves_the_engine_asleep(phase, tiny_model, tmp_path, calls):
     """The engine has ended, and the run goes on from its checkpoint to the same end."""
     calls.append(f"!{phase}")

@@ -26,9 +26,7 @@ from build import ray_config as config
 
 from tba.assemble import open_run
 from tba.prompt import Prompt
-from tba.runs import log
 from tba.runs.log import METRICS, SUMMARY, read
-from tba.runs.offline import evaluate_run
 from tba.runtime.deadline import bind_ray
 
 
@@ -80,31 +78,6 @@ def test_neither_side_waits_and_the_phases_are_told(tiny_model, tmp_path, sent, 
     )  # fmt: skip
     places = [next(i for i, line in enumerate(lines) if line.startswith(e)) for e in expected]
     assert places == sorted(places)
-
-
-def test_weights_reach_the_searchers(tiny_model, tmp_path):
-    """Versions travel on the data, and after a load both sides compute the same log-probs.
-
-    Evaluations, of a piece for each prompt, are those of another process with the same weights.
-    The finished run leaves nothing behind.
-    """
-    settings = ("run.steps=40", "eval.every=20", "strategy=recent", "eval.prompts_per_task=1")
-    given = config(tiny_model, tmp_path / "run", *settings)
-    with nothing_is_left() as processes:
-        run_and_keep(given, meanwhile=lambda _: processes.extend(children()))
-    rows = [r for r in read(tmp_path / "run" / METRICS) if "loss" in r]
-    assert rows[-1]["off_policy/lag_mean"] < 20
-    gaps = [r["sync/logp_gap"] for r in rows if r["sync/logp_gap"] is not None]
-    assert gaps
-    assert max(gaps) < 1e-4
-    versions = [r["step"] for r in read(tmp_path / "run" / METRICS) if "eval/greedy_pass@1" in r]
-    # an evaluation is of the weights that were newest when it was requested
-    assert versions == [0, 20, 40]
-    evaluated = log.read_evaluations(tmp_path / "run")
-    for scores, reference in ((evaluated[0], True), (evaluated[-1], False)):
-        again = evaluate_run(tmp_path / "run", [], reference)
-        for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_log_ratio"):
-            assert scores[name] == pytest.approx(again[name], abs=1e-5)
 
 
 def test_search_and_learning_take_turns(tiny_model, tmp_path, monkeypatch):
