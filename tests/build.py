@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -236,6 +237,9 @@ def misbehaving() -> Callable[[list[str]], list[float]]:
             raise KeyboardInterrupt
         if "prints" in completions:
             print("x" * 10**7)
+        if "closed" in completions:
+            sys.stdout.close()
+            os.close(1)
         return [float(len(c)) for c in completions]
 
     return score

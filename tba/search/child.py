@@ -6,6 +6,7 @@ alarms, and async ones in an event loop beside it.
 """
 
 import asyncio
+import io
 import json
 import math
 import os
@@ -66,6 +67,14 @@ def _limit(kind: int, most: float) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
+def _reopen_output() -> None:
+    """Let the next function print, if one has closed standard output or error."""
+    for name in ("stdout", "stderr"):
+        stream = vars(sys)[name]
+        if isinstance(stream, io.IOBase) and stream.closed:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+
+
 class ScoringServer:
     """The tasks, and the connection to the searcher."""
 
@@ -104,6 +113,7 @@ class ScoringServer:
     def _begin(self, group: bytes) -> Any:
         """Return scores, an awaitable of them, or a rejection of the group."""
         try:
+            _reopen_output()
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
             return scores if isawaitable(scores) else listed(scores)

@@ -47,6 +47,7 @@ def guard() -> Iterator[Scoring]:
         ("memory", ["memory", 8.0]),  # the process lives, and scores each answer alone
         ("interrupt", ["raised", 8.0]),
         ("prints", [6.0, 8.0]),
+        ("closed", [6.0, 8.0]),
     ],
 )
 def test_a_reward_that_misbehaves_costs_its_own_group(guard, text, expected):
