@@ -42,8 +42,8 @@ MISTAKES = {
     "task.data=long.jsonl": "1 of 5 prompts do not fit the model's context of 32 tokens beside 8 of"
     " response (the longest is 'train-1'",
     "task.data=empty.jsonl": "prompt 'train-1' is empty",
-    "policy.model=without_eos": "without_eos' has no EOS token, so no response could end; set"
-    " policy.eos_token=",
+    "policy.model=without_eos": "without_eos' has no EOS token that it can sample, so no"
+    " response could end: None has number None",
 }
 """Settings that need the tokenizer to be refused; config/test_mistakes.py has the others."""
 

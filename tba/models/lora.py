@@ -351,13 +351,14 @@ def _check_start(model: Any, policy: PolicyTable, start: str) -> None:
     """Raise ValueError unless the folder has an adapter that computes what the model's would."""
     named = f"policy.lora.from = {start!r}"
     folder = Path(start).expanduser()
-    for file in (SETTINGS, ADAPTER):
-        if not (folder / file).is_file():
-            raise ValueError(
-                f"{named}: the folder has no {file};"
-                " give one that PEFT's save_pretrained or `tba export --adapter` wrote"
-            )
-    settings = json.loads((folder / SETTINGS).read_text("utf-8"))
+    try:
+        settings = json.loads((folder / SETTINGS).read_text("utf-8"))
+        tensors = read_adapter(folder)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(
+            f"{named} cannot be read: {error}; give a folder that PEFT's save_pretrained or"
+            " `tba export --adapter` wrote"
+        ) from error
     ours = vars(_settings(policy, model))
     differing = [f"{n} = {settings[n]}" for n in SCALES if settings.get(n, ours[n]) != ours[n]]
     if differing:
@@ -365,8 +366,4 @@ def _check_start(model: Any, policy: PolicyTable, start: str) -> None:
             f"{named}: the adapter has {', '.join(differing)}; set r, alpha and use_rslora in"
             " policy.lora to its values, or give a plain LoRA adapter"
         )
-    try:
-        tensors = read_adapter(folder)
-    except SafetensorError as error:
-        raise ValueError(f"{named} is damaged: {error}") from error
     check_same_model(model, tensors, f"{named} is of")

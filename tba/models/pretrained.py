@@ -211,24 +211,14 @@ def _explained(path: str, named: str) -> Iterator[None]:
 def load_text(policy: PolicyTable) -> Tokenizer:
     """Load the tokenizer of a model; ValueError if there is no such model or tokenizer."""
     tokenizer, config = load_files(policy.model, "policy.model", policy.trust_remote_code)
-    eos = tokenizer.eos_token_id
-    if policy.eos_token is not None:
-        eos = tokenizer.get_vocab().get(policy.eos_token)
-        if eos is None:
-            raise ValueError(
-                f"policy.eos_token = {policy.eos_token!r} is not in the tokenizer's vocabulary"
-            )
-    if eos is None:
-        raise ValueError(
-            f"the tokenizer of {policy.model!r} has no EOS token, so no response could end;"
-            " set policy.eos_token='</s>', or the token that ends its texts"
-        )
+    given = policy.eos_token
+    eos = tokenizer.eos_token_id if given is None else tokenizer.get_vocab().get(given)
     vocabulary = config.get_text_config().to_dict().get("vocab_size") or len(tokenizer)
-    if eos >= vocabulary:
+    if eos is None or eos >= vocabulary:
         raise ValueError(
-            f"the EOS token {tokenizer.convert_ids_to_tokens(eos)!r} of {policy.model!r} has number"
-            f" {eos}, but the model samples from {vocabulary} tokens, so no response could end; set"
-            " policy.eos_token to another one, or resize the embeddings"
+            f"policy.model = {policy.model!r} has no EOS token that it can sample, so no response"
+            f" could end: {given or tokenizer.eos_token!r} has number {eos}, and it samples from"
+            f" {vocabulary} tokens; set policy.eos_token='</s>', or the token that ends its texts"
         )
     pad = tokenizer.pad_token_id
     if pad is None or pad >= vocabulary:  # it is masked, so that any token will do

@@ -26,10 +26,6 @@ class Grpo(Objective):
     clip_high: PositiveFloat | None = None
     """Clip ratios to [1 - clip, 1 + clip_high]; default: `clip`."""
 
-    def __post_init__(self) -> None:
-        if self.clip_high is not None and self.clip_high < self.clip:
-            raise ValueError(f"objective.clip_high = {self.clip_high}: give {self.clip} or more")
-
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = normalised(batch.reward)[..., None]
         high = self.clip if self.clip_high is None else self.clip_high

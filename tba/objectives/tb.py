@@ -71,12 +71,10 @@ class TrajectoryBalance(Objective):
     """1: squared loss. Below 1, improbable good responses weigh more; above, probable bad ones."""
 
     def __post_init__(self) -> None:
-        if self.tapered and self.importance_cap is not None:
-            raise ValueError("objective.tapered contradicts objective.importance_cap; remove one")
-        if self.alpha != 1 and self.uses_behavior:
-            other = "tapered" if self.tapered else "importance_cap"
+        if [self.tapered, self.importance_cap is not None, self.alpha != 1].count(True) > 1:
             raise ValueError(
-                f"objective.alpha = {self.alpha} contradicts objective.{other}; remove one"
+                "objective.tapered, objective.importance_cap and objective.alpha exclude each"
+                " other; give one of them"
             )
 
     @property

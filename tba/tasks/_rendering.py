@@ -80,10 +80,6 @@ class Rendering:
         The first `training` rows are the examples. A prompt has these columns; by default all but
         `prompt`.
         """
-        if len(training) < self.shots:
-            raise ValueError(
-                f"task.shots = {self.shots}, but there are {len(training)} rows to show"
-            )
         turns = []
         for row in training[: self.shots]:
             turns.append((fill(self.prompt, row), fill(self.shot_response, row)))

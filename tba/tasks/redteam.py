@@ -170,11 +170,7 @@ class Victim:
 
     def check(self) -> None:
         self._model.check()
-        if self.task.victim_chat and self.text.tokenizer.chat_template is None:
-            raise ValueError(
-                f"task.victim_chat = true, but the tokenizer of {self.task.victim!r} has no chat"
-                " template; remove the key, and write task.victim_prompt around {attack}"
-            )
+        self.encode("?")  # raises if there is no chat template for it
 
     def load(self, device: str) -> None:
         self._model.load(device)

@@ -273,7 +273,7 @@ WRONG = {
     'policy.lora.target_modules=["q_proj"]': r"is of another model .*down_proj",
     "policy.lora.use_rslora=true": r"the adapter has use_rslora = False; set",
     'policy.lora.modules_to_save=["norm"]': r"is of another model .*modules_to_save",
-    "policy.lora.from=nowhere": r"no adapter_config\.json",
+    "policy.lora.from=nowhere": r"cannot be read: .*adapter_config\.json",
 }
 
 

@@ -189,7 +189,7 @@ def test_an_attack_goes_into_the_template_or_the_chat(wide_model, tmp_path):
     tokenizer.save_pretrained(folder)
     chat = victim(folder, victim_chat=True)
     assert chat.text.tokenizer.decode(chat.encode("12")) == "=12="
-    with pytest.raises(ValueError, match=r"task\.victim_chat = true, but the tokenizer of"):
+    with pytest.raises(ValueError, match=r"the tokenizer has no chat template"):
         victim(wide_model, victim_chat=True).check()
 
 

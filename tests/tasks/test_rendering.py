@@ -76,8 +76,6 @@ def test_mistakes_are_told():
         Sums(prompt="Solve this:")
     with pytest.raises(ValueError, match=r"task\.shots = -1: Input should be greater"):
         check_options(Sums, "task", "sums", {"shots": -1})
-    with pytest.raises(ValueError, match=r"task\.shots = 5, but there are 4 rows to show"):
-        texts(Sums(shots=5))
     with pytest.raises(
         ValueError,
         match=r"prompt 'train-0': column 'qestion' is None.* has question, answer, level\. Remove"
