@@ -21,7 +21,7 @@ from talk import (
 
 from tba.assemble import run
 from tba.config.schema import load
-from tba.engines._choice import shortened
+from tba.engines.transformers import shortened
 from tba.replay.files import load_groups
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
