@@ -34,15 +34,11 @@ def rows(
     `columns` are taken, if given: others may be large, such as tokens.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        path = _split_file(key, path, split)
-    elif not path.is_file() and is_path(source):
-        raise ValueError(f"{key} = {source!r}: no such file or folder")
-    if path.is_file() and path.suffix not in SUFFIXES:
-        suffix = path.suffix or "no suffix"
-        raise ValueError(f"{key} = {str(path)!r}: {suffix} is not one of {', '.join(SUFFIXES)}")
     try:
-        table = _from_file(path) if path.is_file() else _from_hub(source, subset, split, columns)
+        if path.is_dir():
+            path = _split_file(path, split)
+        is_local = path.exists() or source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
+        table = _from_file(path) if is_local else _from_hub(source, subset, split, columns)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
@@ -50,12 +46,6 @@ def rows(
             f" give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"
         ) from error
     return checked(f"{key} = {source!r}", table, required)
-
-
-def is_path(source: str) -> bool:
-    """Return whether a source is a file or a folder, or is written like one; not a hub name."""
-    written = source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
-    return written or Path(source).expanduser().exists()
 
 
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
@@ -122,15 +112,12 @@ def _of_numpy(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not text, a number, a list, or a table with names")
 
 
-def _split_file(key: str, folder: Path, split: str) -> Path:
+def _split_file(folder: Path, split: str) -> Path:
     present = sorted(p.name for p in folder.iterdir())
     for suffix in SUFFIXES:
         if f"{split}{suffix}" in present:
             return folder / f"{split}{suffix}"
-    raise ValueError(
-        f"{key} = {str(folder)!r} has no {split}.jsonl (or {', '.join(SUFFIXES[1:])});"
-        f" it has {', '.join(present) or 'nothing'}"
-    )
+    raise ValueError(f"it has no {split}.jsonl, but {', '.join(present) or 'nothing'}")
 
 
 def _from_file(path: Path) -> Rows:
@@ -142,6 +129,8 @@ def _from_file(path: Path) -> Rows:
     text = path.read_bytes().decode("utf-8-sig")  # not read_text, which changes ends of lines
     if path.suffix == ".csv":
         return _from_csv(text)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"its suffix is {path.suffix!r}")
     rows: Rows = json.loads(text) if text.lstrip().startswith("[") else _from_lines(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be a table, {column: value, ...}")

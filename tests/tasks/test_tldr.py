@@ -166,7 +166,7 @@ def test_mistakes_are_reported_with_what_to_type(make, tmp_path):
     write(tmp_path, ROW, {**ROW, "post": ""})
     with pytest.raises(ValueError, match=r"row 1 needs a 'summary', and a 'post' or a 'query'"):
         make(data=data).prompts()
-    with pytest.raises(ValueError, match=r"task\.held_out_data = .* no such file"):
+    with pytest.raises(ValueError, match=r"task\.held_out_data = .* No such file"):
         make(data=data, held_out_data="./none.jsonl").held_out()
 
 
