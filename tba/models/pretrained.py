@@ -218,7 +218,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
         raise ValueError(
             f"policy.model = {policy.model!r} has no EOS token that it can sample, so no response"
             f" could end: {given or tokenizer.eos_token!r} has number {eos}, and it samples from"
-            f" {vocabulary} tokens; set policy.eos_token='</s>', or the token that ends its texts"
+            f" {vocabulary} tokens; set policy.eos_token to one of its tokens that ends texts"
         )
     pad = tokenizer.pad_token_id
     if pad is None or pad >= vocabulary:  # it is masked, so that any token will do
