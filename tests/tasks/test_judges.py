@@ -247,7 +247,7 @@ def test_a_template_is_filled_once():
 
 WRONG: dict[str, tuple[type, dict[str, Any], dict[str, Any], str]] = {
     "several labels": (
-        Classifier, {"labels": ("fine", "rude")}, {}, "several labels; set label: fine, rude",
+        Classifier, {"labels": ("fine", "rude")}, {}, "known: fine, rude",
     ),
     "no such label": (
         Classifier, {"labels": ("fine", "rude")}, {"label": "rued"}, "did you mean 'rude'?",

@@ -65,11 +65,8 @@ class Classifier(ModelJudge):
         for number, name in names.items():
             if self.label in (number, name):
                 return number
-        if self.label is None:
-            known = ", ".join(names.values())
-            raise ValueError(f"model = {self.model!r} has several labels; set label: {known}")
         known = choices(str(self.label), names.values())
-        raise ValueError(f"label = {self.label!r} is none of {self.model!r}{known}")
+        raise ValueError(f"label = {self.label!r} is no label of {self.model!r}{known}")
 
 
 def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
