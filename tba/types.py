@@ -80,6 +80,18 @@ class Completion:
         """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
         return _marks(self.sampled, self.restarts)
 
+    def shortened(self, limit: int) -> "Completion":
+        """Return it as it is with this limit of tokens."""
+        if len(self.tokens) <= limit:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[:limit],
+            logp=self.logp[:limit],
+            finished=False,
+            switches=tuple(switch for switch in self.switches if switch[0] < limit),
+        )
+
     def rewarded(self, reward: float, ref_logp: Float32[np.ndarray, " T"]) -> "Trajectory":
         """Return it with its reward, and its log-probs under the reference."""
         return Trajectory(

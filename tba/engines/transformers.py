@@ -96,7 +96,7 @@ class Transformers(Engine):
             with self.lend(), self._precision():
                 batch = self._batch([turn.context for turn in first], uniform, first[0].sampling)
             for place, completion in zip(chain(*contexts), chain(*batch), strict=True):
-                completions[place] = shortened(completion, turns[place].sampling.max_tokens)
+                completions[place] = completion.shortened(turns[place].sampling.max_tokens)
         return [completions[place] for place in range(len(turns))]
 
     def load_weights(self, weights: Weights) -> float | None:
@@ -329,20 +329,6 @@ def _reshaped(scaled: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor,
     if sampling.top_p < 1:
         scaled = TopPLogitsWarper(sampling.top_p)(ids, scaled)
     return scaled
-
-
-def shortened(response: Completion, limit: int) -> Completion:
-    """Return a response as it is with this limit of tokens."""
-    if len(response.tokens) <= limit:
-        return response
-    switches = tuple(switch for switch in response.switches if switch[0] < limit)
-    return replace(
-        response,
-        tokens=response.tokens[:limit],
-        logp=response.logp[:limit],
-        finished=False,
-        switches=switches,
-    )
 
 
 def run_prompts(

@@ -21,7 +21,6 @@ from talk import (
 
 from tba.assemble import run
 from tba.config.schema import load
-from tba.engines.transformers import shortened
 from tba.replay.files import load_groups
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
@@ -300,8 +299,8 @@ def test_versions_of_turns_become_switches():
 
 def test_a_turn_is_shortened_to_what_it_would_have_been():
     turn = completion([1, 2, 3], 4, (1, 5), (2, 6))
-    assert shortened(turn, 3) is turn
-    cut = shortened(turn, 2)
+    assert turn.shortened(3) is turn
+    cut = turn.shortened(2)
     assert (cut.tokens.tolist(), cut.finished, cut.switches) == ([1, 2], False, ((1, 5),))
     assert len(cut.logp) == 2
 
