@@ -12,6 +12,9 @@ from tba.models.cache import has_plain_logits, logits_of, states_at_once
 SLOPES_AT_ONCE = 2**26
 """Numbers in a block of gradients of the logits. A block costs one product for the weight."""
 
+ROWS_AT_ONCE = 2**13
+"""Rows of the weight's gradient that are computed at one time."""
+
 
 def token_logp(
     model: Any, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"], temperature: float
@@ -91,16 +94,20 @@ class TokenLogp(torch.autograd.Function):
         weighted = (states * -slope[:, None]).to(states.dtype)
         size = ctx.size
         block = size * max(1, SLOPES_AT_ONCE // (len(matrix) * size))
+        memory = matrix.new_empty(min(block, len(states)), len(matrix))
         for start in range(0, len(states), block):
-            slopes = []
-            for first in range(start, min(start + block, len(states)), size):
-                own = slice(first, first + size)
-                p = torch.softmax(states[own] @ matrix.T, -1)
+            here = slice(start, start + block)
+            slopes = memory[: len(states[here])]
+            parts = slopes, states[here], d_hidden[here], tokens[here, None], logp[here].expm1()
+            chunks = [part.split(size) for part in parts]
+            for p, own, d_own, token, at_token in zip(*chunks, strict=True):
+                torch.softmax(own @ matrix.T, -1, out=p)
                 # p - 1 at the token itself, where a rounded p may be 1
-                p.scatter_(1, tokens[own, None], logp[own].expm1().to(p.dtype))
-                torch.mm(p, matrix, out=d_hidden[own])
-                slopes.append(p)
+                p.scatter_(1, token, at_token.to(p.dtype))
+                torch.mm(p, matrix, out=d_own)
             if d_weight is not None:
-                d_weight += torch.cat(slopes).T @ weighted[start : start + block]
+                rows = d_weight.split(ROWS_AT_ONCE), slopes.split(ROWS_AT_ONCE, 1)
+                for row, column in zip(*rows, strict=True):
+                    row += column.T @ weighted[here]
         d_hidden = d_hidden * (-slope / ctx.temperature)[:, None]
         return d_hidden.to(ctx.dtypes[0]), d_weight, None, None, None

@@ -74,6 +74,7 @@ def test_chunked_head_changes_nothing(blocks, batch, monkeypatch):
     expected = by_autograd(Policy(make("llama"), 0.7), batch)
     monkeypatch.setitem(tba.models.cache.LOGITS_AT_ONCE, "cpu", 14 * 3)
     monkeypatch.setattr(tba.learn.head, "SLOPES_AT_ONCE", blocks)
+    monkeypatch.setattr(tba.learn.head, "ROWS_AT_ONCE", 5)
     policy = Policy(make("llama"), 0.7)
     given = (policy(batch).logp, policy(batch).entropy, gradients(policy, batch))
     torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
