@@ -362,6 +362,8 @@ class Bench:
             with opened.tracker.clock():
                 train(opened)
         seconds = [b - a for a, b in pairwise(marks[2:])]
+        if not seconds:
+            raise _ranks.Skipped("too few steps before the time was over")
         print(f"  median step: {median(seconds):.3f} s")
         each = (generated[-1] - generated[2]) / len(seconds)
         return Steps(seconds, opened.config.trainer.batch_size, each)

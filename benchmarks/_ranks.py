@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import _measure
-import psutil
 
 if TYPE_CHECKING:
     from _gpu import Bench, Part
@@ -93,6 +92,7 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
 
 def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
     """Measure steps and publications of several ranks, and how soon a killed one is noticed."""
+    import psutil
     import torch
 
     from tba.assemble import open_run
