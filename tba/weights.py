@@ -48,6 +48,8 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor  # half a second that searchers do not need
 
     detached = tensor.detach()
+    if detached.dtype == torch.int16:  # which ranks cannot send
+        return whole(detached.view(torch.bfloat16)).view(torch.int16)
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 

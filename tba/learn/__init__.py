@@ -16,8 +16,6 @@ class TrainerSizes:
     parameters: int
     trained: int
     """Parameters that are trained: all, or those of an adapter."""
-    trained_bytes: int
-    """Bytes of the trained parameters as the trainer keeps them."""
     published_bytes: int
     """Bytes of one publication of the weights."""
 

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tba.config.tables import PolicyTable, TrainerTable
@@ -15,36 +16,70 @@ from tba.weights import trained
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256}
 """Bytes of the moments of a parameter, by `trainer.optimizer`."""
 
+REST = "rest"
+"""Name of the 16 bits of a weight in fp32 that are not in bf16, beside the moments."""
 
-class RoundedAdamW(torch.optim.AdamW):
-    """AdamW for weights in bf16: moments and each step are in fp32, and the result is rounded.
 
-    A change below half of the distance between two numbers of bf16, 1/512 to 1/256 of a weight, is
-    lost. One parameter at a time is in fp32.
+class Split(Optimizer):
+    """Optimizer for weights in bf16, which loses no change: its state has their other 16 bits.
+
+    Together, both are the weight in fp32, of which bf16 is the nearest number. Each step is that of
+    the class beside this one, with one parameter at a time in fp32. The 16 bits begin at random. If
+    all weights began at numbers of bf16, none would be another one before its changes are half of
+    the distance to the next; so the mean change of weights in bf16 is that in fp32.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
+        groups = self.param_groups
+        for group in groups:
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                state = self.state[weight]
-                if not state:
-                    state["step"] = torch.zeros((), device=weight.device)
-                    state["exp_avg"] = torch.zeros_like(weight, dtype=torch.float32)
-                    state["exp_avg_sq"] = torch.zeros_like(weight, dtype=torch.float32)
-                exact = weight.float()
-                adamw(
-                    [exact], [weight.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [],
-                    [state["step"]], fused=True, amsgrad=False, maximize=False,
-                    beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                    weight_decay=group["weight_decay"], eps=group["eps"],
-                )  # fmt: skip
-                weight.copy_(exact)
+                state = self.state.pop(weight, {})
+                exact = weight  # the head of an objective is in fp32
+                if weight.dtype == torch.bfloat16:
+                    rest = state.pop(REST) if REST in state else _random_rest(weight)
+                    exact = nn.Parameter(_joined(weight, rest))
+                    exact.grad = weight.grad.float()
+                self.state[exact] = state
+                self.param_groups = [{**group, "params": [exact]}]
+                super().step()
+                self.state[weight] = state = self.state.pop(exact)
+                if exact is not weight:
+                    state[REST] = _divide(exact, weight)
+        self.param_groups = groups
 
 
-def build_optimizer(policy: Policy, settings: TrainerTable) -> torch.optim.Optimizer:
+class SplitAdamW(Split, torch.optim.AdamW):
+    """AdamW for weights in bf16, with moments in fp32."""
+
+
+def _random_rest(weight: Tensor) -> Tensor:
+    """Return bits of which each number in fp32 that is rounded to a weight has equal chances."""
+    from torch.distributed.tensor import DTensor  # half a second that only a trainer needs
+
+    rest = torch.zeros_like(weight, dtype=torch.int16)
+    own = rest.to_local() if isinstance(rest, DTensor) else rest
+    own.random_(-0x8000, 0x8000)
+    return rest * (weight != 0)  # below 0 in bits is not a number
+
+
+def _joined(weight: Tensor, rest: Tensor) -> Tensor:
+    """Return a weight in fp32, from the nearest number of bf16 and the rest of its bits."""
+    bits = weight.view(torch.int16).int()
+    return bits.bitwise_left_shift_(16).add_(rest).view(torch.float32)
+
+
+def _divide(exact: Tensor, weight: Tensor) -> Tensor:
+    """Round `exact` to `weight` in bf16, halves away from 0, and return the rest of its bits."""
+    bits = exact.view(torch.int32)
+    high = (bits + 0x8000).bitwise_right_shift_(16)  # `>>` would do nothing to a rank's part
+    weight.copy_(high.short().view(torch.bfloat16))
+    return (bits - high.bitwise_left_shift_(16)).short()
+
+
+def build_optimizer(policy: Policy, settings: TrainerTable) -> Optimizer:
     """Return the optimizer of all that is trained; an objective's head has a rate of its own."""
     groups: list[dict[str, Any]] = [{"params": list(trained(policy.model).values())}]
     if policy.head is not None and policy.readout is not None:
@@ -56,24 +91,22 @@ def build_optimizer(policy: Policy, settings: TrainerTable) -> torch.optim.Optim
     if settings.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(groups, rate, betas=betas, weight_decay=decay)
+        class SplitAdamW8bit(Split, AdamW8bit):
+            """AdamW with moments in 8 bits for weights in bf16."""
+
+        kind: Any = SplitAdamW8bit if settings.weights == "bf16" else AdamW8bit
+        return kind(groups, rate, betas=betas, weight_decay=decay)
     if settings.weights == "bf16":
-        return RoundedAdamW(groups, rate, betas=betas, weight_decay=decay)
+        return SplitAdamW(groups, rate, betas=betas, weight_decay=decay, fused=True)
     return torch.optim.AdamW(groups, rate, betas=betas, weight_decay=decay, fused=True)
 
 
 def check_precision(policy: PolicyTable, settings: TrainerTable) -> None:
     """Raise ValueError for precisions that do not work together, or without bitsandbytes."""
-    in_bf16 = settings.weights == "bf16"
-    if in_bf16 and policy.autocast != "bf16":
+    if settings.weights == "bf16" and policy.autocast != "bf16":
         raise ValueError(
             f"policy.autocast = {policy.autocast!r} with trainer.weights=bf16, which computes in"
             " bf16: set policy.autocast=bf16, or trainer.weights=fp32"
-        )
-    if in_bf16 and policy.lora is not None:
-        raise ValueError(
-            "trainer.weights=bf16 is for training all weights, and policy.lora trains adapters in"
-            " fp32: remove one of them; policy.autocast=bf16 has frozen layers in bf16"
         )
     in_4_bits = policy.lora is not None and policy.lora.load_in_4bit
     if in_4_bits and (settings.devices > 1 or settings.compile):
@@ -93,7 +126,7 @@ def check_precision(policy: PolicyTable, settings: TrainerTable) -> None:
         )
 
 
-def learning_rate(optimizer: torch.optim.Optimizer, settings: TrainerTable, steps: int) -> Any:
+def learning_rate(optimizer: Optimizer, settings: TrainerTable, steps: int) -> Any:
     """Return the schedule of transformers that `settings` names, whose warm-up begins at 0."""
     from transformers import get_scheduler
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
 from tba.weights import Stored, check_same_model, stored_in, trained, whole
@@ -182,7 +183,8 @@ def load(
         name, _, kind = key.rpartition(":")
         parameter = parameters[name]
         if stored.shape and isinstance(parameter, DTensor):
-            moment = torch.zeros_like(parameter)
+            kept = torch.int16 if kind == REST else torch.float32
+            moment = torch.zeros_like(parameter, dtype=kept)
             stored.fill(moment)
         else:  # moments in 8 bits have tensors of other shapes as well
             moment = stored.read().to(parameter.device)

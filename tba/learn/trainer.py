@@ -80,7 +80,7 @@ class TrainerSetup:
         if rank is None:
             model = load_placed(self.policy, device, bf16, dtype, seed=adapter_seed)
         else:
-            model, stored = load_for_ranks(self.policy, device, bf16, adapter_seed)
+            model, stored = load_for_ranks(self.policy, device, bf16, dtype, adapter_seed)
         if self.settings.compile:
             compile_layers(model)
         if self.policy.gradient_checkpointing:
@@ -172,17 +172,11 @@ class SingleTrainer:
         return self.policy.autocast
 
     @property
-    def model(self) -> Any:
-        return self.policy.model
-
-    @property
     def sizes(self) -> TrainerSizes:
-        own = trained(self.policy.model).values()
-        numbers = sum(p.numel() for p in own)
+        numbers = sum(p.numel() for p in trained(self.policy.model).values())
         return TrainerSizes(
             parameters=sum(p.numel() for p in self.policy.model.parameters()),
             trained=numbers,
-            trained_bytes=sum(p.numel() * p.element_size() for p in own),
             published_bytes=numbers * (2 if self.bf16_weights else 4),
         )
 

@@ -51,7 +51,7 @@ def reshard(root: nn.Module) -> None:
 
 
 def load_for_ranks(
-    policy: PolicyTable, device: str, bf16: bool, seed: int
+    policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype, seed: int
 ) -> tuple[Any, dict[str, Stored] | None]:
     """Return the model without numbers, with the tensors in its files by their names in it.
 
@@ -59,13 +59,13 @@ def load_for_ranks(
     whole model first: then there are no such tensors.
     """
     if policy.lora is None and not policy.trust_remote_code:
-        model = load_model(policy, torch.float32, device="meta")
+        model = load_model(policy, dtype, device="meta")
         set_attention(model, policy, device)
         stored = stored_in(_files(folder_of(model_path(policy.model))))
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if all(name in stored and stored[name].shape == s for name, s in shapes.items()):
             return model, stored
-    return load_placed(policy, device, bf16, seed=seed), None
+    return load_placed(policy, device, bf16, dtype, seed), None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -361,7 +361,7 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
 
 def checkpoint_size(config: Config, sizes: TrainerSizes) -> int:
     """Return the bytes of a checkpoint without the replay buffer."""
-    weights = sizes.trained_bytes
+    weights = 4 * sizes.trained  # in bf16, half of it is beside the moments
     searcher = sizes.published_bytes if config.runtime.use == "local" else 0
     reference = weights if config.policy.reset_reference_every else 0
     moments = round(MOMENTS[config.trainer.optimizer] * sizes.trained)

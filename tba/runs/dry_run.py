@@ -228,7 +228,7 @@ def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
     responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
     seconds = _measured(trainer, prompt, responses, length) * t.batch_size / responses
     return (
-        f"time: about {seconds:.2g} s a step on {trainer.model.device}, without search, if all"
+        f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
         f" responses have {length} tokens"
     )
 
@@ -237,7 +237,7 @@ def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) 
     """Return the seconds of a forward and backward pass over random responses."""
     rng = np.random.default_rng(0)
     seconds = 0.0
-    vocabulary = trainer.model.config.get_text_config().vocab_size
+    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
     for tokens in (2, length):  # the first pass of a process is slow
         rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
         batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])

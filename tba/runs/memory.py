@@ -231,21 +231,21 @@ class Needs:
     def state(self) -> dict[str, float]:
         """Return what a rank holds between two steps: exact."""
         z = self.sizes
-        own = self.width * z.trained
+        own = 4 * z.trained + z.frozen  # the optimizer has half of a weight in bf16
         moments = MOMENTS[self.config.trainer.optimizer] * z.trained
-        held = {"weights": own + z.frozen, "gradients": own, "moments": moments}
+        held = {"weights": own, "gradients": float(self.width * z.trained), "moments": moments}
         return {name: n / self.config.trainer.devices for name, n in held.items()}
 
     @property
     def width(self) -> int:
-        """Bytes of a weight that is trained."""
+        """Bytes of a weight that is trained, as passes see it, and of its gradient."""
         return {"fp32": 4, "bf16": 2}[self.config.trainer.weights]
 
     @property
     def trainer_sizes(self) -> TrainerSizes:
         z = self.sizes
         published = z.trained * (2 if engine_in_bf16(self.config.engine, self.bf16) else 4)
-        return TrainerSizes(z.parameters, z.trained, self.width * z.trained, published)
+        return TrainerSizes(z.parameters, z.trained, published)
 
     def _trainer(self) -> dict[str, float]:
         """Return the most that a rank holds during a step."""
@@ -253,10 +253,11 @@ class Needs:
         t = c.trainer
         z = self.sizes
         parts = self.state()
+        own = self.width * z.trained
         work = dict(zip(WORK, (self._activations(), self._head()), strict=True))
         if t.devices == 1:
             held = z.held if engine_in_bf16(c.engine, self.bf16) else inf
-            copy = min(self.width * z.trained, held)
+            copy = min(own, held)
             parts["copy for publishing"] = copy if c.runtime.use == "ray" else 0
             parts["matrices in bf16"] = 2 * z.matrices if self.bf16 and self.width == 4 else 0
             return parts | work
@@ -269,7 +270,7 @@ class Needs:
         adding = {"gradients that are added up": float((wide + summed) * largest)}
         parts |= _larger(work, adding)
         loads_whole = c.policy.lora is not None or c.policy.trust_remote_code
-        first = {"whole model, while it loads": 4 * z.trained + z.frozen if loads_whole else 0}
+        first = {"whole model, while it loads": own + z.frozen if loads_whole else 0}
         return _larger(parts, first)
 
     def _activations(self) -> float:
@@ -343,7 +344,7 @@ class Needs:
         loading = max(self.searchers, c.trainer.devices if loads_whole else 1)
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
-            "copy for a checkpoint": self.width * own + MOMENTS[c.trainer.optimizer] * own,
+            "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,
             "weights on their way": self.trainer_sizes.published_bytes * versions,
             "reference on its way": 4 * own if c.policy.reset_reference_every else 0,
         }

@@ -54,7 +54,6 @@ class Facts:
 
     sizes: TrainerSizes
     computes_in_bf16: bool
-    share_prompt: bool
     can_pack: bool
 
 
@@ -103,7 +102,6 @@ class RankActor:
         return Facts(
             sizes=trainer.sizes,
             computes_in_bf16=trainer.computes_in_bf16,
-            share_prompt=trainer.policy.share_prompt,
             can_pack=trainer.can_pack,
         )
 
@@ -160,7 +158,7 @@ class ShardedTrainer:
         folders: Mapping[str, str],
         transport: Transport,
     ):
-        self._settings = setup.settings
+        self._setup = setup
         self._calls = calls
         groups: Any = {"concurrency_groups": {WRITING: 1}}
         create: Any = ray.remote(**groups)(RankActor)
@@ -188,10 +186,10 @@ class ShardedTrainer:
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
-        facts = self._facts
-        budget = self._settings.token_budget
-        ranks = len(self._ranks)
-        slots = plan.slots(batch, budget, ranks, facts.share_prompt, facts.can_pack)
+        budget = self._setup.settings.token_budget
+        can_pack = self._facts.can_pack
+        share_prompt = self._setup.policy.share_prompt
+        slots = plan.slots(batch, budget, len(self._ranks), share_prompt, can_pack)
         given = self._calls("hold a batch", ray.put, batch)
         taken = self._call("step", "take a step", given, slots, step, passed=ENDED_BY_USER)
         metrics: dict[str, float] = taken[0]
@@ -234,7 +232,7 @@ class ShardedTrainer:
         """Let all ranks do the same, and return their results."""
 
         begin = [partial(getattr(actor, method).remote, *arguments) for actor in self._ranks]
-        return self._wait(begin, what, self._settings.deadline, "trainer.deadline", passed)
+        return self._wait(begin, what, self._setup.settings.deadline, "trainer.deadline", passed)
 
     def _wait(
         self,

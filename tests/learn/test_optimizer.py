@@ -1,15 +1,20 @@
 """AdamW in 8 bits, and weights in bf16."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from build import resumes_exactly, trainer
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tba.learn.optimizer
 from tba.config.schema import load
-from tba.learn.optimizer import RoundedAdamW
+from tba.learn.optimizer import REST, Split, SplitAdamW, _divide, _joined, _random_rest
 from tba.runs.checks import check_resumed
 from tba.runs.generations import generations
 from tba.runs.setup import check
@@ -18,44 +23,122 @@ BUNDLED = Path("bundled:arithmetic")
 QUANTISED = "bitsandbytes is not installed (the extra `quantised`)"
 
 
-def test_a_rounded_step_is_adamws_step_in_fp32():
+SETTINGS = {"betas": (0.8, 0.9), "weight_decay": 0.1}
+
+
+def whole_of(weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return a weight in fp32, from bf16 and what the optimizer keeps of it."""
+    return _joined(weight, optimizer.state[weight][REST])
+
+
+def in_both(kind: type[torch.optim.Optimizer], split: type[Split], **settings: Any) -> None:
+    """Steps with weights in fp32, and in bf16, are equal bit for bit; a head is in fp32."""
     rng = torch.Generator().manual_seed(0)
-    first = torch.randn(5, 7, generator=rng).bfloat16()
+    first = torch.randn(50, 97, generator=rng).bfloat16()
     exact = torch.nn.Parameter(first.float())
     rounded = torch.nn.Parameter(first.clone())
-    in_fp32 = torch.nn.Parameter(first.float())
-    settings = {"betas": (0.8, 0.9), "weight_decay": 0.1}
-    one = torch.optim.AdamW([exact], 1e-2, **settings, fused=True)
-    two = RoundedAdamW([rounded, in_fp32], 1e-2, **settings)
-    for step in range(3):
-        gradient = torch.randn(5, 7, generator=rng).bfloat16()
+    head = torch.nn.Parameter(first.float())
+    one = kind([exact], 1e-4, **SETTINGS, **settings)
+    two = split([rounded, head], 1e-4, **SETTINGS, **settings)
+    two.state[rounded] = {REST: torch.zeros_like(first, dtype=torch.int16)}
+    for _ in range(5):
+        gradient = torch.randn(50, 97, generator=rng).bfloat16()
         exact.grad = gradient.float()
         rounded.grad = gradient
-        in_fp32.grad = gradient.float()
+        head.grad = gradient.float()
         one.step()
         two.step()
-        if step == 0:  # later ones begin at what was rounded
-            torch.testing.assert_close(rounded.data, exact.data.bfloat16(), atol=0, rtol=0)
-    torch.testing.assert_close(in_fp32, exact, atol=0, rtol=0)
-    moments = [two.state[rounded][name] for name in ("exp_avg", "exp_avg_sq")]
-    assert {moment.dtype for moment in moments} == {torch.float32}
-    torch.testing.assert_close(moments[0], one.state[exact]["exp_avg"], atol=0, rtol=0)
+        assert torch.equal(whole_of(rounded, two), exact)
+        assert torch.equal(rounded, exact.bfloat16())
+        assert torch.equal(head, exact)
+    states = [two.state[rounded], two.state[head], one.state[exact]]
+    assert states[0].pop(REST).dtype == torch.int16
+    for name, expected in states[2].items():
+        assert all(torch.equal(*map(torch.as_tensor, (s[name], expected))) for s in states[:2])
 
 
-@pytest.mark.parametrize(("rate", "moves"), [(1e-3, False), (1e-2, True)])
-def test_bf16_loses_changes_below_half_its_distance_to_the_next_number(rate, moves):
+def test_steps_of_weights_in_bf16_are_those_in_fp32():
+    in_both(torch.optim.AdamW, SplitAdamW, fused=True)
+
+
+def test_steps_with_moments_in_8_bits_as_well():
+    optim = pytest.importorskip("bitsandbytes.optim", reason=QUANTISED)
+    in_both(optim.AdamW8bit, type("SplitAdamW8bit", (Split, optim.AdamW8bit), {}))
+
+
+def test_changes_that_bf16_cannot_hold_add_up():
+    """Each is 1e-4, and the number of bf16 below 1 is 0.996."""
+    assert torch.tensor(1 - 1e-4).bfloat16() == 1
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = RoundedAdamW([weight], rate, weight_decay=0.0)
-    for _ in range(5):
+    optimizer = SplitAdamW([weight], 1e-4, weight_decay=0.0, fused=True)
+    optimizer.state[weight] = {REST: torch.zeros(3, dtype=torch.int16)}
+    for _ in range(100):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-    assert (weight < 1).tolist() == [moves] * 3
+    torch.testing.assert_close(whole_of(weight, optimizer), torch.full((3,), 0.99))
+    assert torch.equal(weight, torch.full((3,), 0.99).bfloat16())
+
+
+def test_the_first_change_already_moves_the_mean_of_weights_in_bf16():
+    """It is a thousandth of the distance to the next number, or less; zeros stay exact."""
+    rng = torch.Generator().manual_seed(0)
+    first = torch.cat([torch.rand(10**6, generator=rng) + 0.5, torch.zeros(9)]).bfloat16()
+    weight = torch.nn.Parameter(first.clone())
+    optimizer = SplitAdamW([weight], 4e-6, weight_decay=0.0, fused=True)
+    rounded = torch.empty_like(first)
+    _divide(_joined(first, _random_rest(first)), rounded)
+    assert torch.equal(rounded, first)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    moved = (weight.double() - first).detach()
+    assert moved[:-9].mean() == pytest.approx(-4e-6, rel=0.1)
+    assert 1e-4 < (moved[:-9] != 0).double().mean() < 2e-3
+    torch.testing.assert_close(moved[-9:], torch.full((9,), -4e-6).double(), rtol=0.01, atol=0)
+
+
+def test_two_halves_are_the_number():
+    """Whatever it is: random bits, and numbers halfway between two of bf16."""
+    rng = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (10_000,), generator=rng).int()
+    halves = (bits & -0x10000) + 0x8000
+    exact = torch.cat([bits, halves, torch.tensor([0, -(2**31)]).int()]).view(torch.float32)
+    exact = exact[exact.bfloat16().isfinite()]
+    rounded = torch.empty_like(exact, dtype=torch.bfloat16)
+    rest = _divide(exact, rounded)
+    assert torch.equal(_joined(rounded, rest), exact)
+    off = [(each.double() - exact).abs() for each in (rounded, exact.bfloat16())]
+    assert torch.equal(*off)
+
+
+def test_a_rank_steps_as_if_it_were_alone():
+    """A part of a tensor becomes what the same rows of the whole become."""
+    distributed.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (3,))
+        rng = torch.Generator().manual_seed(0)
+        first, *gradients = torch.randn(4, 5, 7, generator=rng).bfloat16()
+        part = torch.nn.Parameter(DTensor.from_local(first.clone(), mesh, [Shard(0)]))
+        alone = torch.nn.Parameter(first.clone())
+        optimizer = SplitAdamW([part, alone], 1e-3, fused=True)
+        rest = torch.randint(-100, 100, first.shape, generator=rng).short()
+        optimizer.state[part] = {REST: DTensor.from_local(rest, mesh, [Shard(0)])}
+        optimizer.state[alone] = {REST: rest}
+        for gradient in gradients:
+            part.grad = DTensor.from_local(gradient, mesh, [Shard(0)])
+            alone.grad = gradient
+            optimizer.step()
+        states = [optimizer.state[each] for each in (part, alone)]
+        assert torch.equal(part.to_local(), alone)
+        for name in (REST, "exp_avg", "exp_avg_sq"):
+            assert torch.equal(states[0][name].to_local(), states[1][name])
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_searchers_of_a_trainer_in_bf16_compute_and_receive_bf16(batch):
     own = trainer(BUNDLED, "trainer.weights=bf16")
     assert own.computes_in_bf16
-    assert own.send(1).nbytes == own.sizes.trained_bytes == own.sizes.published_bytes
+    assert own.send(1).nbytes == own.sizes.published_bytes == 2 * own.sizes.trained
 
 
 def test_a_head_is_trained_in_fp32_beside_weights_in_bf16(batch):
@@ -78,17 +161,15 @@ def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_p
     tensors = load_file(newest / "optimizer.safetensors")
     kinds = {key.rpartition(":")[2] for key in tensors if key != "torch_rng"}
     parts = {f"{part}{i}" for part in ("state", "qmap", "absmax") for i in (1, 2)}
-    assert kinds == {"step", *parts}
+    assert kinds == {"step", REST, *parts}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["trainer.optimizer=adamw_8bit", "trainer.devices=2"], "works with one device only"),
-        (["trainer.weights=bf16", "trainer.devices=2"], "works with one device only"),
+        (["trainer.optimizer=adamw_8bit", "trainer.devices=2"], "works with one device"),
         (["trainer.weights=bf16", "policy.autocast=off"], "which computes in bf16"),
         (["trainer.weights=bf16", "policy.autocast=auto"], "which computes in bf16"),
-        (["trainer.weights=bf16", "policy.lora.r=4"], "trains adapters"),
         (["trainer.weights=fp16"], "trainer.weights"),
         (["trainer.optimizer=sgd"], "trainer.optimizer"),
     ],

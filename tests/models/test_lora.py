@@ -212,7 +212,10 @@ WHOLE = ('policy.lora.modules_to_save=["lm_head", "embed_tokens", "norm"]',)
 """A head, embeddings, and all norms whose names end so: `input_layernorm`, too."""
 
 
-@pytest.mark.parametrize("extra", [(), (*WHOLE, "policy.lora.use_rslora=true")])
+RESUMED = [(), (*WHOLE, "policy.lora.use_rslora=true"), ("trainer.weights=bf16",)]
+
+
+@pytest.mark.parametrize("extra", RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(toy_model, tmp_path, extra):
     reset = ("policy.reset_reference_every=3", "trainer.schedule=constant", "run.steps=6")
     settings = (*reset, *extra)

@@ -31,7 +31,7 @@ def bitsandbytes() -> Any:
 def layers_in_4_bits(own: SingleTrainer) -> Iterator[tuple[str, Any]]:
     from bitsandbytes.nn import Linear4bit
 
-    for name, module in own.model.named_modules():
+    for name, module in own.policy.model.named_modules():
         if isinstance(module, Linear4bit) and "lora_" not in name:
             yield name, module
 
@@ -71,13 +71,13 @@ def test_gradients_are_those_of_the_rounded_weights(batch):
 
     own = trainer(BUNDLED, *QLORA, "policy.autocast=off")
     plain = trainer(BUNDLED, "policy.lora.r=4", "policy.autocast=off")
-    matrices = dict(plain.model.named_modules())
+    matrices = dict(plain.policy.model.named_modules())
     with torch.no_grad():
         for name, module in layers_in_4_bits(own):
             matrices[name].weight.copy_(dequantize_4bit(module.weight, module.weight.quant_state))
     generator = torch.Generator().manual_seed(0)
     for (name, one), two in zip(
-        own.model.named_parameters(), plain.model.parameters(), strict=True
+        own.policy.model.named_parameters(), plain.policy.model.parameters(), strict=True
     ):
         if ".lora_B." in name:  # 0 at first, so that the other matrix would have no gradient
             one.data.normal_(0, 0.1, generator=generator)
