@@ -43,8 +43,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "no package": ("objectives", ".Mine", {}, "'.Mine': write `package.module.Class`"),
     "unknown option": (
-        "objectives", "tb", {"bta": 0.1},
-        "objective.bta: 'tb' has no such option; did you mean 'beta'?; `tba list tb` lists all",
+        "objectives", "ppo", {"bta": 0.1},
+        "objective.bta: 'ppo' has no such option; did you mean 'beta'?; `tba list ppo` lists all",
     ),
     "an option by its name in TRL": (
         "objectives", "grpo", {"epsilon_high": 0.3},
@@ -74,8 +74,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "tb", {"beta": "high"}, "objective.beta = 'high': expected a number",
     ),
     "one of several types": (
-        "objectives", "raft", {"threshold": "bset"},
-        "objective.threshold = 'bset': expected a number or 'best'",
+        "tasks", "gsm8k", {"chat": "no"},
+        "objective.chat = 'no': expected true or false or 'on' or 'off'",
     ),
     "wrong type within": (
         "objectives", "tba_other.Mine", {"sizes": [1, "two"]},
