@@ -144,10 +144,8 @@ def _load(rollout: str) -> Callable[..., Any]:
         sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(where)
     function: Any = getattr(module, name)
-    loaded: Callable[..., Any] = function
-    if inspect.isclass(function):
-        instance: Any = function()
-        loaded = instance.rollout
+    instance: Any = function() if inspect.isclass(function) else None
+    loaded: Callable[..., Any] = function if instance is None else instance.rollout
     return loaded
 
 

@@ -132,6 +132,7 @@ class Chat:
         tokenizer = self.text.tokenizer
         content = self.text.answer(turn, True, stop).text
         message: dict[str, Any] = {"role": "assistant", "content": content}
+        ended = int(turn[-1]) in self.text.eos_ids  # other special tokens may belong to a call
         if self._own_form:
             tools = list(self.schemas.values())
             try:
@@ -141,8 +142,10 @@ class Chat:
             except (ValueError, KeyError, RecursionError) as error:
                 return message, [Call(error=str(error).partition("\n")[0])]
             calls = [_call(each) for each in parsed.get("tool_calls") or ()]
-            return {**message, "content": "", **parsed}, calls
-        ended = int(turn[-1]) in self.text.eos_ids  # other special tokens may belong to a call
+            spoken = parsed.get("content") or ""
+            if ended:  # what reads calls may leave it
+                spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
+            return {**message, **parsed, "content": spoken}, calls
         written = tokenizer.decode(turn[: len(turn) - ended].tolist())
         calls = [_read(each) for each in CALL.findall(written)]
         if calls:

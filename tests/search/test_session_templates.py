@@ -73,7 +73,7 @@ FAMILIES = {
         "<|channel>thought\nHm.<channel|>",
     ),
     "DeepSeek-R1": Family((3, 3, 3, 3), "deepseek_r1_distill", ["<｜end▁of▁sentence｜>"]),
-    "GLM-4.5": Family((3, 3, 3, 3), "glm4moe", ["<|user|>", "<|observation|>"], PAIRS),
+    "GLM-4.5": Family((3, 3, 3, 2), "glm4moe", ["<|user|>", "<|observation|>"], PAIRS),
 }  # fmt: skip
 
 
@@ -122,6 +122,7 @@ def hold(
         returned = {name: reply[name] for name in names if name in reply}
         messages = [*messages, returned]
         assert len(reply.get("tool_calls", ())) == calls, reply
+        assert not any(end in (reply["content"] or "") for end in family.ends)
         if not calls:
             messages.append({"role": "user", "content": "Sure?"})
             continue
