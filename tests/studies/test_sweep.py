@@ -48,7 +48,6 @@ REAL = """
 name = "all"
 variants = [
     { label = "sound", "run.seed" = 0 },
-    { label = "placed", "task.use" = "test_sweep.Placed" },
 ]
 """
 
@@ -82,23 +81,27 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def carried_out(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A study with a run that finishes and one that raises an error."""
+    """A study with a run that finishes."""
     path = write(tmp_path_factory.mktemp("study"), tiny_model, REAL)
-    assert sweep(path) == 2
+    assert sweep(path) == 0
     return path
 
 
 def test_the_outcome_of_each_run_is_in_its_folder(carried_out):
     study = read_study(carried_out)
-    assert statuses(study) == {"sound": "finished", "placed": "failed"}
+    assert statuses(study) == {"sound": "finished"}
     sound = study.folder / "all" / "sound"
     assert json.loads((sound / "summary.json").read_text())["steps"] == STEPS
     assert len(losses(sound)) == STEPS
     assert not (sound / "checkpoints").exists() and not (sound / "tensorboard").exists()
 
 
-def test_a_run_has_its_own_cores_and_session_and_nothing_to_read(carried_out):
-    error = json.loads((read_study(carried_out).folder / "all/placed" / FAILED).read_text())
+@pytest.mark.slow
+def test_a_run_has_its_own_cores_and_session_and_nothing_to_read(tmp_path, tiny_model):
+    placed = '{ label = "placed", "task.use" = "test_sweep.Placed" }'
+    path = write(tmp_path, tiny_model, f'[[grid]]\nname = "all"\nvariants = [{placed}]\n')
+    assert sweep(path) == 2
+    error = json.loads((read_study(path).folder / "all/placed" / FAILED).read_text())
     cores = max(1, len(available_cores()) // 2)
     assert f"{cores} cores, {cores} threads, alone: True, stdin: ''" in error["error"]
     assert "Traceback" in error["traceback"]
@@ -121,7 +124,7 @@ def test_a_run_of_another_config_is_not_taken_for_this_one(carried_out):
     )
     with pytest.raises(ValueError, match=problem):
         sweep(carried_out, ["trainer.weight_decay=0.5"])
-    assert sweep(carried_out, ["log.sample_every=7"]) == 2  # logging does not change a run
+    assert sweep(carried_out, ["log.sample_every=7"]) == 0  # logging does not change a run
 
 
 @pytest.mark.fault
@@ -129,8 +132,7 @@ def test_a_killed_sweep_leaves_no_run_behind_and_the_next_one_continues_it(
     tmp_path, tiny_model, carried_out
 ):
     """The losses are those of a run that was not interrupted."""
-    sound = REAL[: REAL.index('    { label = "placed"')] + "]\n"
-    path = write(tmp_path, tiny_model, sound)
+    path = write(tmp_path, tiny_model, REAL)
     study = read_study(path)
     run = study.path(study.trials[0])
     code = "import sys; from tba.studies.sweep import sweep; from pathlib import Path;"
@@ -208,6 +210,9 @@ def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, scripted, 
     assert sweep(path, retry_failed=True) == 2  # seed 1 dies whenever it runs
     assert scripted == ["seed=1", "seed=3", "seed=4"]
     assert statuses(study)["seed=3"] == "finished"
+    table = write_results(study.folder)
+    assert list(table["status"]) == ["finished", "failed", "finished", "finished", "failed"]
+    assert "NaN" not in (study.folder / "results.json").read_text()
 
 
 def test_a_signal_stops_each_run_once_and_the_sweep_with_its_status(
@@ -271,10 +276,3 @@ def test_a_sweep_waits_for_a_run_that_another_one_has_left(tmp_path):
     held.wait(10)
     assert prepare(tmp_path)
     ending.join()
-
-
-def test_results_are_written_as_json_without_nan(carried_out):
-    study = read_study(carried_out)
-    table = write_results(study.folder)
-    assert list(table["status"]) == ["finished", "failed"]
-    assert "NaN" not in (study.folder / "results.json").read_text()
