@@ -13,7 +13,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.checks import check_step, config_of, placed
-from tba.runs.console import Console, open_console
+from tba.runs.console import Console
 from tba.runs.files import locked, write_json
 from tba.runs.generations import generations, recover
 from tba.runs.rollouts import described, read_rollouts, with_reference
@@ -180,8 +180,10 @@ def open_run(
             stored, note = choose_resumed(setup, folder, replay)
         stop = closing.enter_context(Stop())
         with stop.starting():
-            console = open_console(setup.config, stop.print)
-            closing.callback(console.close)
+            is_quiet = setup.config.log.console == "off"
+            console = Console(
+                setup.config.run.steps, (lambda line: None) if is_quiet else stop.print
+            )
             console.note(f"run folder: {folder}")
             run = _assemble(setup, folder, stored, replay, rollouts, stop, console, closing)
         run.begin(note, run.trainer.sizes)

@@ -23,7 +23,7 @@ from tba.runs.checks import (
     check_config,
     check_evaluated,
     check_export,
-    check_responses,
+    check_new_file,
     check_start,
     placed,
     stored_config,
@@ -195,30 +195,18 @@ def report(
 @app.command()
 def export(
     run: Annotated[Path, Argument(help="Folder of a run.")],
-    out: Annotated[Path | None, Argument(help="New folder; with --responses, a new file.")] = None,
+    out: Annotated[Path, Argument(help="New folder.")],
     adapter: Annotated[bool, Option("--adapter", help="LoRA: write the adapter alone.")] = False,
-    responses: Annotated[
-        bool, Option("--responses", help="Write the replay buffer's responses as JSONL.")
-    ] = False,
     step: Step = None,
-    push_to_hub: Annotated[
-        str | None, Option(metavar="NAME", help="Upload to this repository of Hugging Face's hub.")
-    ] = None,
-    private: Annotated[bool, Option("--private", help="Create the repository as private.")] = False,
 ) -> None:
-    """Write the trained model, with a model card, as a Hugging Face folder; LoRA is merged."""
-    if responses and (out is None or push_to_hub is not None):
-        raise ValueError(f"--responses: type `tba export {run} responses.jsonl --responses`")
-    if responses and out is not None:
-        check_responses(run, out)
-        from tba.runs.offline import export_responses
+    """Write the trained model, with a model card, as a Hugging Face folder; LoRA is merged.
 
-        print(export_responses(run, out, step))
-        return
-    check_export(run, out, adapter, push_to_hub, private)
-    from tba.runs.offline import share
+    `hf upload NAME FOLDER` uploads it to the hub.
+    """
+    check_export(run, out, adapter)
+    from tba.runs.offline import export as write
 
-    print(share(run, out, adapter, step, push_to_hub, private))
+    print(write(run, out, adapter, step))
 
 
 @app.command()
@@ -227,8 +215,8 @@ def rollouts(
     out: Annotated[Path, Argument(help="New JSONL file.")],
     step: Step = None,
 ) -> None:
-    """Write the replay buffer of a run as logged rollouts, for replay.rollouts of another run."""
-    check_responses(run, out)
+    """Write the replay buffer of a run as JSONL, with texts and tokens, for replay.rollouts."""
+    check_new_file(run, out)
     from tba.runs.rollouts import write_rollouts
 
     print(write_rollouts(run, out, step))

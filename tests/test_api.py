@@ -15,7 +15,8 @@ import tba
 from tba.assemble import run as carry_out
 from tba.cli import _config
 from tba.runs.log import CONFIG, METRICS, read
-from tba.runs.offline import Result, evaluate_run, export_responses, share
+from tba.runs.offline import Result, evaluate_run, export
+from tba.runs.rollouts import write_rollouts
 from tba.runs.summary import Summary
 from tba.tasks._data import rows as read_rows
 from tba.tasks._memory import to_rows
@@ -95,13 +96,13 @@ def test_responses_to_rows_with_the_same_prompt_are_exported_apart(tiny_model, t
         data=rows,
         reward=lambda completions, answer: [float(letter == "a") for letter in answer],
     )
-    file = export_responses(result.folder, tmp_path / "responses.jsonl")
+    write_rollouts(result.folder, file := tmp_path / "responses.jsonl", None)
     exported = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {(r["id"], r["columns"]["answer"], r["reward"]) for r in exported} == {
+    assert {(r["group"], r["columns"]["answer"], r["reward"]) for r in exported} == {
         ("train-0", "a", 1.0),
         ("train-1", "b", 0.0),
     }
-    texts = [(row["id"], row["completion"]) for row in exported]
+    texts = [(row["group"], row["completion"]) for row in exported]
     assert len(set(texts)) == len(texts)
 
 
@@ -125,7 +126,7 @@ def test_a_config_file_is_trained_and_its_result_read_again(tiny_model, tmp_path
     samples = result.samples()
     assert samples["kind"].tolist().count("train") == 2 * 4  # groups of 4
     assert {"step", "version", "reward", "prompt", "completion"} <= set(samples)
-    exported = AutoModelForCausalLM.from_pretrained(Path(share(tmp_path / "run", Path("model"))))
+    exported = AutoModelForCausalLM.from_pretrained(export(tmp_path / "run", Path("model")))
     assert all(map(torch.equal, result.model().parameters(), exported.parameters()))
     assert result.tokenizer()("1+2=")["input_ids"]
     with pytest.raises(ValueError, match=r"is not the folder of a run: it has no config\.json"):
@@ -236,7 +237,7 @@ def test_a_run_on_rows_from_python_goes_on_from_the_command_line(tiny_model, tmp
 def test_such_a_run_is_exported_and_reported(trained, tmp_path):
     from tba.report import report
 
-    assert (Path(share(trained, tmp_path / "model")) / "config.json").is_file()
+    assert (export(trained, tmp_path / "model") / "config.json").is_file()
     assert report([trained], tmp_path / "report").is_file()
 
 

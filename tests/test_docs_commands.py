@@ -28,7 +28,6 @@ ELSEWHERE = {
     "tba report runs/tldr_small/study": "studies/test_study_report.py",
     "tba report runs/my_study": "studies/test_study_report.py",
     "tba export RUN FOLDER --adapter": "models/test_lora.py",
-    "tba export RUN --push-to-hub me/my-model": "runs/test_share.py",
     "tba doctor run.toml": "test_doctor.py",
     "tba serve HuggingFaceTB/SmolLM2-135M-Instruct": "runs/test_rollout_files.py",
     "tba train agent.toml --dry-run": "runs/test_rollout_files.py",

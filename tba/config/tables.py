@@ -385,9 +385,7 @@ class CheckpointTable(Table):
 
 
 class LogTable(Table):
-    console: Literal["auto", "live", "plain", "off"] = key(
-        "auto", "console output; auto: live on a terminal, plain lines elsewhere"
-    )
+    console: Literal["plain", "off"] = key("plain", "console output: lines, or none")
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
     wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
     wandb_project: str = key("tba", "name of the project in Weights & Biases")

@@ -119,18 +119,11 @@ def check_evaluated(model: str, config: Config) -> None:
     check_config(config.model_copy(update={"policy": policy}))
 
 
-def check_export(
-    run: Path, out: Path | None, adapter: bool, name: str | None = None, private: bool = False
-) -> PolicyTable:
-    """Return the run's policy; ValueError if it cannot be written there, or uploaded as `name`."""
-    if name is None and out is None:
-        raise ValueError(f"give a new folder, `tba export {run} FOLDER`, or --push-to-hub NAME")
-    if name is None and private:
-        raise ValueError("--private is for --push-to-hub NAME")
-    if out is not None:
-        check_usable(out, key="FOLDER")
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} is not empty; choose a new folder")
+def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
+    """Return the run's policy; ValueError if it cannot be written there."""
+    check_usable(out, key="FOLDER")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty; choose a new folder")
     policy = config_of(run).policy
     if policy.lora is None and adapter:
         raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
@@ -149,7 +142,7 @@ def check_unevaluated(config: Config) -> None:
         )
 
 
-def check_responses(run: Path, out: Path) -> None:
+def check_new_file(run: Path, out: Path) -> None:
     """Raise ValueError unless the folder is one of a run, and a new file can be written there."""
     config_of(run)
     check_usable(out.parent, key="the folder of the file")

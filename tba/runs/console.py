@@ -1,22 +1,12 @@
-"""Console output of a run: a live panel on a terminal, plain lines elsewhere."""
+"""Console output of a run: plain lines."""
 
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import live, progress
-from rich.columns import Columns
-from rich.console import Console as Terminal
-from rich.console import Group as Stack
-from rich.panel import Panel
-from rich.text import Text
-
-from tba.config.errors import printable
 from tba.config.schema import Config
 from tba.runs.log import SUMMARY
 from tba.runs.metrics import EACH_REWARD, shown
@@ -36,15 +26,6 @@ def announce(config: Config) -> None:
     """Print the first line of a run: call it before PyTorch is imported, which takes seconds."""
     if config.log.console != "off":
         print(FIRST_LINE, flush=True)
-
-
-def open_console(config: Config, write: Callable[[str], None]) -> "Console":
-    """Return the console that `log.console` names; `write` prints a line."""
-    kind = config.log.console
-    steps = config.run.steps
-    if kind == "live" or (kind == "auto" and sys.stdout is not None and sys.stdout.isatty()):
-        return LiveConsole(steps)
-    return Console(steps, (lambda line: None) if kind == "off" else write)
 
 
 class Console:
@@ -70,7 +51,11 @@ class Console:
         Before the first step, a new phase is shown at once; else only after some silence.
         """
         now = time.monotonic()
-        is_new = self._enter(text)
+        kind = re.sub(r"\d+", "", text)
+        is_new = kind != self._kind
+        if is_new:
+            self._kind = kind
+            self._since = now
         wait = self.SILENCE if text == self._phase else 2 * self.EVERY
         if is_new and not self._stepped:
             wait = 0.0
@@ -78,15 +63,6 @@ class Console:
             self._last_phase = now
             self._phase = text
             self.note(text if is_new else f"{text}, for {now - self._since:.0f} s")
-
-    def _enter(self, text: str) -> bool:
-        """Return whether this is another phase than the last, and not only with other numbers."""
-        kind = re.sub(r"\d+", "", text)
-        is_new = kind != self._kind
-        if is_new:
-            self._kind = kind
-            self._since = time.monotonic()
-        return is_new
 
     def warn(self, text: str) -> None:
         self.note(f"warning: {text}")
@@ -116,7 +92,6 @@ class Console:
         self.note(f"sample: {_end(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, s: "Summary", folder: Path) -> None:
-        self.close()
         rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
         samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
         rows = {
@@ -144,9 +119,6 @@ class Console:
         heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
         self.note("\n".join(["", heading, *lines]))
 
-    def close(self) -> None:
-        """Restore the terminal."""
-
     def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return the label and the text of each metric on the first screen.
 
@@ -161,57 +133,6 @@ class Console:
                 text = f"{text} (std {std:.3f})"
             values.append((label, text))
         return values
-
-
-class LiveConsole(Console):
-    """A panel with progress, the metrics of the last step, evaluations and a sample."""
-
-    def __init__(self, steps: int):
-        super().__init__(steps, partial(print, flush=True))
-        clocks = (progress.TimeElapsedColumn(), "left", progress.TimeRemainingColumn())
-        columns = ("step", progress.BarColumn(None), progress.MofNCompleteColumn(), *clocks)
-        self._progress = progress.Progress(*columns)
-        self._task = self._progress.add_task("steps", total=steps)
-        self._metrics: Mapping[str, float] = {}
-        self._evaluations: list[str] = []
-        self._sample = ""
-        self._terminal = Terminal()
-        self._size = self._terminal.size
-        self._live = live.Live(get_renderable=self._view, console=self._terminal)
-        self._live.start()
-        self._terminal.show_cursor(True)  # a second signal ends the process at once
-
-    def phase(self, text: str) -> None:
-        self._enter(text)
-        self._phase = text
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._metrics = metrics
-        self._progress.update(self._task, completed=step)
-
-    def scores(self, version: int, line: str) -> None:
-        self._evaluations = [*self._evaluations, f"step {version:>6}  {line}"][-6:]
-
-    def sample(self, prompt: str, completion: str, reward: float) -> None:
-        sample = f"{_end(prompt)} -> {_short(completion)}   (reward {reward:g})"
-        self._sample = printable(sample)
-
-    def close(self) -> None:
-        self._live.stop()
-
-    def _view(self) -> Panel:
-        if self._size != self._terminal.size:  # the lines of the last panel may be broken now
-            self._size = self._terminal.size
-            self._terminal.clear()
-        values = self._values(self._metrics)
-        cells = [Text.from_markup(f"[dim]{label}[/dim]  {value}") for label, value in values]
-        seconds = f"{time.monotonic() - self._since:.0f} s" if self._phase else ""
-        phase = Text(f"{self._phase}  {seconds}", style="dim")
-        evaluations = Text("\n".join(self._evaluations))
-        sample = Text(self._sample, style="italic", overflow="ellipsis")
-        texts = [text for text in (phase, evaluations, sample) if text.plain.strip()]
-        grid = Columns(cells, padding=(0, 3), equal=True)
-        return Panel(Stack(self._progress, grid, *texts), title="tba", title_align="left")
 
 
 def in_a_line(scores: Mapping[str, float]) -> str:

@@ -1,20 +1,19 @@
-"""Results of a run: its tables, its model with a card, its scores, its responses."""
+"""Results of a run: its tables, its model with a card, its scores."""
 
 import json
 import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCardData, RepoUrl, constants, get_token
+from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 from pandas import DataFrame
 
@@ -24,17 +23,14 @@ from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, stored_model
 from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
-from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import REFERENCE, choose, chosen
-from tba.runs.checks import check_evaluated, check_export, check_responses, config_of, stored_config
-from tba.runs.files import write_whole
+from tba.runs.checks import check_evaluated, check_export, config_of, stored_config
 from tba.runs.generations import step_of
 from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative_paths
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import device_here
 from tba.search.agents import Endpoint, Live
-from tba.search.chat import shown
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
 from tba.search.session import Session
@@ -209,90 +205,22 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
         engine.close()
 
 
-def export_responses(run: Path, out: Path, step: int | str | None = None) -> Path:
-    """Write the distinct responses in a checkpoint's replay buffer as JSONL, the best first.
+def export(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
+    """Write a checkpoint's model and its card to a new folder, and return it.
 
-    Responses to a row with the same text but other tokens are written once, with the best reward.
+    ValueError, before anything is written, if something is wrong.
     """
-    check_responses(run, out)
-    config = config_of(run)
-    text = load_text(config.policy)
-    stop = config.sampling.stop
-    buffer = ReplayBuffer()
+    policy = check_export(run, out, adapter)
     with chosen(run, step) as generation:
-        buffer.load(generation)
-    rows: dict[str, dict[str, Any]] = {}
-    held = [(group.prompt, t) for group in buffer.groups() for t in group.trajectories]
-    for prompt, t in sorted(held, key=lambda pair: -pair[1].reward):
-        completion = shown(text, t, stop)
-        row = {"id": prompt.id, "prompt": prompt.text, "completion": completion}
-        more = {"reward": t.reward, "version": t.version, "columns": prompt.columns}
-        rows.setdefault(json.dumps(row), row | more)
-    write_whole(out, "".join(json.dumps(row) + "\n" for row in rows.values()))
-    return out
-
-
-def share(
-    run: Path,
-    out: Path | None,
-    adapter: bool = False,
-    step: int | str | None = None,
-    name: str | None = None,
-    private: bool = False,
-) -> str:
-    """Write a checkpoint's model and its card to a new folder, and upload them as `name`.
-
-    Return the path of the folder, or the address of the repository. Without `out`, the folder is
-    removed after the upload. ValueError, before anything is written, if something is wrong.
-    """
-    policy = check_export(run, out, adapter, name, private)
-    # before a model is merged, because the hub may refuse
-    repository = None if name is None else _create(name, private)
-    with ExitStack() as closing:
-        generation = closing.enter_context(chosen(run, step))
-        if out is None:
-            aside = TemporaryDirectory(prefix=".export-", dir=run)  # /tmp may be too small
-            out = Path(closing.enter_context(aside)) / "model"
         if policy.lora is None or adapter:
             shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
         else:
             merged(policy, generation / MODEL).save_pretrained(out)
             load_text(policy).tokenizer.save_pretrained(out)
-        title = out.name if repository is None else repository.repo_id
-        (out / "README.md").write_text(card(run, step_of(generation), title, adapter), "utf-8")
-        for file in out.iterdir():
-            file.chmod(0o644)  # safetensors writes files for their owner only
-        if repository is None:
-            return str(out)
-        message = f"Checkpoint of step {step_of(generation)}"
-        HfApi().upload_folder(repo_id=title, folder_path=out, commit_message=message)
-    return str(repository)
-
-
-def _create(name: str, private: bool) -> RepoUrl:
-    """Create the repository unless it exists; ValueError, which says what to type, if refused."""
-    if get_token() is None:
-        raise ValueError(
-            "--push-to-hub needs a token of the Hugging Face hub: type `hf auth login`, or set"
-            " HF_TOKEN"
-        )
-    try:
-        url = HfApi().create_repo(name, private=private or None, exist_ok=True)
-        is_public = not HfApi().model_info(url.repo_id).private
-    except ValueError:  # of the name
-        raise
-    except Exception as error:  # no connection, no permission, a timeout: the class varies
-        why = str(error).strip().rpartition("\n")[2]
-        raise ValueError(
-            f"{constants.ENDPOINT} refuses {name!r}: {why}; type `hf auth login`, with a token that"
-            " may write there"
-        ) from error
-    if private and is_public:
-        raise ValueError(
-            f"{url} exists and is public; make it private on its settings page, choose another"
-            " name, or leave out --private"
-        )
-    return url
+        (out / "README.md").write_text(card(run, step_of(generation), out.name, adapter), "utf-8")
+    for file in out.iterdir():
+        file.chmod(0o644)  # safetensors writes files for their owner only
+    return out
 
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:

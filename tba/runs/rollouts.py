@@ -1,7 +1,7 @@
 """Logged rollouts: a file of sessions that the replay buffer begins with, and one of its content.
 
 A row has messages, of which the assistant's are trained on, a text or messages and the whole
-answer to it, as `tba export --responses` writes them, or tokens:
+answer to it, or tokens, beside which texts are for people only:
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group": "question 7"}
     {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0}
@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from tba.config.schema import Config
-from tba.models.pretrained import Tokenizer
+from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import chosen
+from tba.runs.checks import config_of
 from tba.runs.setup import RunSetup
-from tba.search.chat import Chat
+from tba.search.chat import Chat, shown
 from tba.search.session import Session, readable
 from tba.search.verdicts import LARGEST
 from tba.types import RESTART, SAMPLED, Completion, Group, Trajectory
@@ -65,8 +66,8 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
                 continue
             key = name, prompt.tobytes()
             if key not in groups:
-                shown = Prompt(f"rollouts-{name}", text.prompt(prompt))
-                groups[key] = Group(shown, prompt, ())
+                own_prompt = Prompt(f"rollouts-{name}", text.prompt(prompt))
+                groups[key] = Group(own_prompt, prompt, ())
             trajectory = completion.rewarded(reward, completion.logp)
             own = groups[key].trajectories
             groups[key] = replace(groups[key], trajectories=(*own, *[trajectory] * times))
@@ -116,6 +117,8 @@ def described(groups: Sequence[Group], config: Config) -> str:
 
 def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:
     """Write the replay buffer of a checkpoint as rollouts; return what was written."""
+    config = config_of(run)
+    text = load_text(config.policy)
     buffer = ReplayBuffer()
     with chosen(run, step) as generation:
         buffer.load(generation)
@@ -125,7 +128,8 @@ def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:
         for number, group in zip(columns.prompts.tolist(), buffer.groups(), strict=True):
             times = columns.count[columns.rows(number)].tolist()
             for t, own in zip(group.trajectories, times, strict=True):
-                lines.write(json.dumps(_row(group, t, own)) + "\n")
+                texts = {"completion": shown(text, t, config.sampling.stop)}
+                lines.write(json.dumps(_row(group, t, own) | texts) + "\n")
                 count += 1
     return f"{out}: {count:,} responses to {len(columns.prompts):,} prompts"
 
@@ -134,6 +138,9 @@ def _row(group: Group, t: Trajectory, times: int) -> dict[str, Any]:
     marks = np.full(len(t.tokens), SAMPLED) if t.marks is None else t.marks
     return {
         "group": group.prompt.id,
+        "prompt": group.prompt.text,
+        "columns": group.prompt.columns,
+        "version": t.version,
         "prompt_ids": group.prompt_tokens.tolist(),
         "ids": t.tokens.tolist(),
         "sampled": marks.tolist(),
@@ -158,7 +165,7 @@ def _read(line: str, text: Tokenizer) -> tuple[str, np.ndarray, Completion, floa
     if "messages" in row:
         prompt, completion, begin = _of_messages(row, text)
     else:
-        prompt, completion = _of_text(row, text) if "completion" in row else _of_tokens(row)
+        prompt, completion = _of_tokens(row) if "ids" in row else _of_text(row, text)
         begin = prompt.tobytes()
     text.check_known(np.concatenate([prompt, completion.tokens]), "it")
     bounds = [0, *completion.restarts, len(completion.tokens)]

@@ -15,7 +15,7 @@ from tba.config.plugins import options_of, resolve, with_defaults
 from tba.config.schema import Config, load
 from tba.config.tables import Use
 from tba.report import report
-from tba.runs.offline import share
+from tba.runs.offline import export
 from tba.search.verdicts import rejection
 from tba.tasks.custom import reward_function
 
@@ -170,6 +170,6 @@ def test_no_file_of_a_run_has_it(factory, tiny_model, tmp_path):
     steps = ["run.steps=2", "reward.isolate=process", "log.tensorboard=true"]
     run(config(tiny_model, folder := tmp_path / "run", *data, reward, *steps))
     report([folder])
-    share(folder, out := tmp_path / "out")
+    export(folder, out := tmp_path / "out")
     assert b"env:CANARY" in contents([folder]) and b"env:CANARY" in contents([out])
     assert CANARY.encode() not in contents([folder, out])

@@ -36,7 +36,7 @@ from tba.models.lora import (
 from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.runs.checkpoint import newest
-from tba.runs.offline import evaluate_run, share
+from tba.runs.offline import evaluate_run, export
 from tba.runs.setup import check
 from tba.search.searcher import Searcher
 from tba.types import Batch, Sampling, collate
@@ -322,9 +322,9 @@ def test_both_exports_compute_what_the_trainer_does(toy_model, tmp_path, extra):
         opened.train()
         batch = collate(opened.buffer.groups()[:1])
         expected = opened.trainer.policy.logp(batch).detach()
-    whole = Path(share(folder, tmp_path / "whole"))
+    whole = export(folder, tmp_path / "whole")
     merged = load_model(PolicyTable(model=str(whole)), torch.float32)
-    adapter = Path(share(folder, tmp_path / "adapter", adapter=True))
+    adapter = export(folder, tmp_path / "adapter", adapter=True)
     base = load_model(PolicyTable(model=str(toy_model)), torch.float32)
     with_peft = PeftModel.from_pretrained(base, str(adapter)).get_base_model()
     for model in (merged, with_peft):
@@ -337,7 +337,7 @@ def test_both_exports_compute_what_the_trainer_does(toy_model, tmp_path, extra):
     with pytest.raises(ValueError, match="leave out --adapter"):
         plain = tmp_path / "plain"
         run(replace_lora(small(toy_model, plain, "run.steps=1")))
-        share(plain, tmp_path / "none", adapter=True)
+        export(plain, tmp_path / "none", adapter=True)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

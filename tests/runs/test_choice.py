@@ -16,7 +16,8 @@ from tba.config.schema import load
 from tba.runs.checkpoint import best_step, choose
 from tba.runs.generations import generations, path_of, step_of
 from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_model, evaluate_run, export_responses, share
+from tba.runs.offline import evaluate_model, evaluate_run, export
+from tba.runs.rollouts import write_rollouts
 from tba.runtime.local import LocalSearchers
 from tba.search.result import Evaluation
 
@@ -63,12 +64,13 @@ def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):
     for name in ("sampled_pass@1", "greedy_reward", "sampled_reward"):
         assert scores[name] == row[f"eval/{name}"]
     own = load_file(path_of(folder / "checkpoints", 6) / "model" / "model.safetensors")
-    out = load_file(Path(share(folder, tmp_path / "out", step="6")) / "model.safetensors")
+    out = load_file(export(folder, tmp_path / "out", step="6") / "model.safetensors")
     newest = load_file(path_of(folder / "checkpoints", 8) / "model" / "model.safetensors")
     assert all(out[name].equal(tensor) for name, tensor in own.items())
     assert not all(out[name].equal(tensor) for name, tensor in newest.items())
-    with_step = export_responses(folder, tmp_path / "step.jsonl", step=2).read_text()
-    assert with_step != export_responses(folder, tmp_path / "newest.jsonl").read_text()
+    write_rollouts(folder, with_step := tmp_path / "step.jsonl", step=2)
+    write_rollouts(folder, newest_rows := tmp_path / "newest.jsonl", None)
+    assert with_step.read_text() != newest_rows.read_text()
     model = tba.result(folder).model("best")
     assert all(model.state_dict()[n].equal(t) for n, t in load_file(
         path_of(folder / "checkpoints", 4) / "model" / "model.safetensors"
@@ -180,7 +182,7 @@ def test_all_completions_are_written(ended, tmp_path):
 def test_a_models_folder_is_evaluated_with_a_config(ended, tmp_path):
     """With the scores of the run that it comes from; it is its own reference."""
     of_run = evaluate_run(ended, [], reference=False)
-    model = Path(share(ended, tmp_path / "model"))
+    model = export(ended, tmp_path / "model")
     settings = ["policy.lora.r=4", "policy.model=./not-used"]
     plain = {name: keys for name, keys in load(ended).nested().items() if name != "policy"}
     (tmp_path / "run.json").write_text(json.dumps(plain))

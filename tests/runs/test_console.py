@@ -1,14 +1,11 @@
 """The console shows whatever metrics there are, and the end of a run in plain words."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from rich.console import Console as Terminal
 
 from tba.runs import console as module
-from tba.runs.console import Console, LiveConsole
-from tba.runs.metrics import PANELS
+from tba.runs.console import Console
 from tba.runs.summary import Summary
 from tba.search.result import EvaluatedAnswer, Evaluation
 
@@ -32,29 +29,6 @@ SUMMARY = Summary(
     last={},
     warnings=["half of the groups have equal rewards"],
 )
-CURVES = [metric for panel in PANELS for metric in panel.metrics if "*" not in metric.name]
-
-
-@pytest.fixture
-def live() -> Iterator[LiveConsole]:
-    console = LiveConsole(steps=9)
-    yield console
-    console.close()
-
-
-@pytest.mark.parametrize("count", [0, 1, len(CURVES)])
-def test_the_live_panel_shows_any_number_of_metrics(live, count):
-    live.step(3, {metric.name: 0.5 for metric in CURVES[:count]})
-    live.phase("generating 3/8 prompts")
-    live.evaluation(Evaluation(2, SCORES, []))
-    live.sample("1+1=", "2", 1.0)
-    terminal = Terminal(width=120)
-    with terminal.capture() as captured:
-        terminal.print(live._view())
-    panel = captured.get()
-    assert all(metric.label in panel for metric in CURVES[:count])
-    assert "pass@1" in panel and "generating 3/8 prompts" in panel
-    assert "3/9" in panel
 
 
 def test_an_evaluation_is_a_line():
@@ -118,27 +92,18 @@ def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(tmp_path, steps
     assert labels == shown
 
 
-def test_a_sample_shows_the_end_of_its_prompt(live):
+def test_a_sample_shows_the_end_of_its_prompt():
     lines: list[str] = []
     prompt = f"system\n{'You are helpful. ' * 20}\nuser\nWhat is 2 + 3?\nassistant\n"
     Console(9, lines.append).sample(prompt, "It is 5.", 1.0)
     assert "user What is 2 + 3? assistant' -> 'It is 5.'  reward 1" in lines[0]
     assert lines[0].startswith("sample: '…") and len(lines[0]) < 150
-    live.sample(prompt, "It is 5.", 1.0)
-    assert "What is 2 + 3?" in live._sample
 
 
-def test_a_sample_sends_no_escape_sequence(live):
-    live.sample("1+1=", "\x1b]0;title\x07 2\u202e", 1.0)
-    assert "2" in live._sample and live._sample.isprintable()
-
-
-def test_a_resized_terminal_is_cleared(live):
-    live._terminal = Terminal(width=120, height=40, force_terminal=True)
-    with live._terminal.capture() as captured:
-        live._view()
-        live._view()
-    assert captured.get().count("\x1b[2J") == 1
+def test_a_sample_sends_no_escape_sequence():
+    lines: list[str] = []
+    Console(9, lines.append).sample("1+1=", "\x1b]0;title\x07 2\u202e", 1.0)
+    assert "2" in lines[0] and lines[0].isprintable()
 
 
 class Clock:
@@ -193,7 +158,7 @@ def test_a_value_that_is_not_a_number_is_not_shown():
     assert lines == ["step 1/300  2 s  reward 0.250  format 0.750"]
 
 
-def test_each_reward_function_has_its_mean_and_standard_deviation(live):
+def test_each_reward_function_has_its_mean_and_standard_deviation():
     lines: list[str] = []
     functions = {"format": (0.75, 0.5), "kl": (-1.0, 0.25)}
     metrics = {"time": 2.0, "reward": 0.25, "reward_std": 9.0, "kl": 0.125}
@@ -202,8 +167,3 @@ def test_each_reward_function_has_its_mean_and_standard_deviation(live):
     Console(300, lines.append).step(1, metrics)
     shown = "reward 0.250  format 0.750 (std 0.500)  kl -1.000 (std 0.250)  kl 0.1250 nats"
     assert lines == [f"step 1/300  2 s  {shown}"]
-    live.step(1, metrics)
-    terminal = Terminal(width=120)
-    with terminal.capture() as captured:
-        terminal.print(live._view())
-    assert "0.750 (std 0.500)" in captured.get()

@@ -14,7 +14,7 @@ from tba.cli import _config
 from tba.config.schema import load, read_json
 from tba.runs.journal import Journal
 from tba.runs.log import CONFIG, METRICS, SAMPLES, read, read_evaluations, rewind
-from tba.runs.offline import share
+from tba.runs.offline import export
 
 LINES: dict[str, Callable[[bytes], bytes]] = {
     "bad byte": lambda line: line[:9] + b"\xff" + line[10:],
@@ -89,7 +89,7 @@ def test_a_damaged_config_is_replaced_by_that_of_the_checkpoint(folder, tmp_path
     path = folder / CONFIG
     sound = read_json(path)
     path.write_bytes(CONFIGS[damage](path.read_bytes()))
-    share(folder, tmp_path / "exported")
+    export(folder, tmp_path / "exported")
     assert f"DAMAGED CONFIG {path}" in caplog.text
     assert "going on with checkpoints/step-00000004/config.json" in caplog.text
     assert run(_config(["run.steps=5"], folder), folder).steps == 5

@@ -1,0 +1,98 @@
+"""Exported models have a card."""
+
+import os
+from pathlib import Path
+
+import pytest
+from build import config
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tba
+from tba.assemble import run
+from tba.runs.log import METRICS, read
+from tba.runs.offline import _model_name, _texts, _without_places, export
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("share") / "run"
+    more = ("eval.every=4", "checkpoint.every=2", "eval.sets.more.use=toy.Ones")
+    run(config(tiny_model, folder, *more, "checkpoint.keep=4", "objective.beta=0.3"))
+    return folder
+
+
+def test_an_exported_model_has_a_card(ended, tmp_path):
+    """With reference, objective, data, the scores before and after with their errors."""
+    out = tmp_path / "out"
+    assert export(ended, out) == out
+    AutoModelForCausalLM.from_pretrained(out)
+    assert AutoTokenizer.from_pretrained(out)("1+2=")["input_ids"]
+    card = ModelCard.load(out / "README.md")
+    text = " ".join(card.text.split())
+    assert "after 8 of 8 steps" in text and f"by tba {tba.__version__}" in text
+    assert "**Reference:** the model before training." in text
+    assert '"use": "tb", "beta": 0.3' in text and '**Data and reward:** `{"use": "toy.Ones"' in text
+    rows = [row for row in read(ended / METRICS) if "eval/sampled_reward" in row]
+    before, after = (
+        f"{row['eval/sampled_pass@1']:.3f} ± {row['eval/sampled_stderr']:.3f}"
+        for row in (rows[0], rows[-1])
+    )
+    assert f"| `sampled_pass@1` | {before} | {after} |" in text
+    assert "| `more/greedy_reward` |" in text
+    assert "96 trained on" in text
+    assert card.data.library_name == "transformers" and card.data.base_model is None
+
+
+def test_a_checkpoint_that_was_not_evaluated_says_so(ended, tmp_path):
+    export(ended, tmp_path / "out", step="6")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "after 6 of 8 steps" in text and "was not evaluated while it was trained" in text
+    assert "72 trained on" in text
+
+
+def test_every_score_with_an_error_is_shown():
+    scores = {"sampled_pass@1": 0.5, "sampled_stderr": 0.1, "avg@2": 0.25, "avg@2_stderr": 0.05}
+    scores |= {"hard/greedy_pass@1": 1.0, "hard/greedy_stderr": 0.0, "seconds": 3.0, "stderr": 0.1}
+    assert _texts(scores) == {
+        "sampled_pass@1": "0.500 ± 0.100",
+        "avg@2": "0.250 ± 0.050",
+        "hard/greedy_pass@1": "1.000 ± 0.000",
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    {
+        "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M",
+        "bundled:arithmetic": "bundled:arithmetic",
+        "/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/1a": "HuggingFaceTB/SmolLM2-135M",
+        "~/hub/models--gpt2/snapshots/12ab": "gpt2",
+        "FOLDER/mine": "./mine",
+    }.items(),
+)
+def test_a_card_names_the_base_model_and_no_place(model, name, tmp_path):
+    (tmp_path / "mine").mkdir()
+    assert _model_name(model.replace("FOLDER", str(tmp_path))) == name
+
+
+def test_settings_in_a_card_name_files_and_not_where_they_are():
+    home = {"data": "~/own/rows.jsonl", "reward": ["/home/me/score.py:f", "score.py:g"]}
+    given = {**home, "seeds": "../seeds.jsonl", "prompt": "/think {x}/{y}", "size": 3, "lora": None}
+    assert _without_places(given) == {
+        "data": "rows.jsonl", "reward": ["score.py:f", "score.py:g"], "seeds": "seeds.jsonl",
+        "prompt": "/think {x}/{y}", "size": 3, "lora": None,
+    }  # fmt: skip
+
+
+def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path):
+    mask = os.umask(0o077)
+    try:
+        export(ended, tmp_path / "out")
+    finally:
+        os.umask(mask)
+    files = list((tmp_path / "out").iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644} and len(files) > 4
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in card and str(ended.parent) not in card
+    assert 'from_pretrained("out")' in card
