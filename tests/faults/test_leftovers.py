@@ -49,8 +49,7 @@ VICTIMS: dict[str, Callable[[Sequence[str]], bool]] = {
     "watcher": named(WATCHER),
 }
 NOTICED = {
-    "raylet": "NOTICED: its raylet",
-    "GCS": "NOTICED: its gcs_server",
+    "raylet": "NOTICED: it has died",
     "searcher": "its tasks are issued again",
 }
 """What a run says when it has noticed that one of them is gone."""
@@ -129,7 +128,7 @@ def kill(case: Case, run: Started, name: str) -> None:
 
 def goes_on_or_ends(run: Started, name: str) -> None:
     """Wait until a run has ended, or else stop it after many more steps."""
-    if name not in ("driver", "raylet", "GCS"):
+    if name not in ("driver", "raylet"):
         at = len(steps(run.folder))
         until(lambda: run.ended() or len(steps(run.folder)) > at + 200, 60)
         run.look()
