@@ -1,4 +1,4 @@
-"""The page of a study: for each grid its curves, scores against a number, costs, and tables."""
+"""The page of a study: for each grid its curves, scores against a number, and a table."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -26,14 +26,7 @@ COLUMNS = {
     "seconds": ("time (s)", "{:.0f}"),
 }
 """Head and format of the columns of a grid's table; a column without a format shows the metric."""
-COSTS = {
-    "sampled_log_ratio": "log(pi / ref) at the end (nats per response)",
-    "sampled_perplexity": "perplexity under the reference at the end",
-    "sampled_perplexity_with_prompt": "perplexity at the end, prompt tokens counted",
-    "seconds": "time of a run (s)",
-}
 Colours = Mapping[Any, int]
-Published = Mapping[str, Mapping[str, float]]
 FEW = 8
 """Most values of a number that each have a tick on its axis."""
 
@@ -129,44 +122,27 @@ def section(layout: Layout) -> dict[str, Any]:
     return {
         "counts": counts(layout.rows["status"]),
         "table": _table(layout),
-        "best": _best_table(layout),
         "failures": failed.set_index("folder")["error"].to_dict(),
     }
 
 
 def _table(layout: Layout) -> pd.DataFrame:
-    """Return a row for each setting. The best of each panel is marked."""
+    """Return a row for each setting.
+
+    For each combination of the text axes, the best of all values of the number axes is marked.
+    """
     shown = layout.settings[layout.keys].map(lambda v: v if isinstance(v, str) else f"{v:g}")
     shown = shown.rename(columns=lambda key: key.removesuffix(".use"))
     shown["runs"] = layout.rows.groupby("setting")["status"].agg(counts)
     for name, (head, _) in COLUMNS.items():
         if name in layout.ends:
             shown[head] = layout.texts(name)
-    blocks = panels(layout.settings, layout.lines).values()
+    blocks = panels(layout.settings, *(layout.numeric or layout.keys)).values()
     for block in blocks:
         best = layout.best(block.index)
         if len(block) > 1 and best is not None:
             shown.loc[best, "end"] += "\N{NO-BREAK SPACE}★"
     return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
-
-
-def _best_table(layout: Layout) -> pd.DataFrame:
-    """Return the best setting for each combination of the text axes, as TOML for another study."""
-    settings = layout.rows.groupby("setting")["settings"].first()
-    keys = dict.fromkeys(key for each in settings for key in each if key != SEED)
-    varied = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
-    rows = []
-    limits = layout.settings[layout.numeric].agg(["min", "max"])
-    for name, group in panels(layout.settings, *(layout.numeric or layout.keys)).items():
-        best = layout.best(group.index)
-        if best is not None and layout.keys:
-            chosen = settings[best]
-            toml = ", ".join(f'"{key}" = {_toml(chosen[key])}' for key in varied if key in chosen)
-            values = layout.settings.loc[best]
-            edges = [key for key in layout.numeric if values[key] in set(limits[key])]
-            advice = f"best at the edge of the grid ({', '.join(edges)}): extend it"
-            rows.append([name, toml, layout.texts("last")[best], advice * bool(edges)])
-    return pd.DataFrame(rows, columns=["", "settings", "end", "advice"])
 
 
 def counts(status: pd.Series) -> str:
@@ -204,16 +180,9 @@ def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
     return curves[curves["size"] == runs.reindex(curves.index, level="setting")]
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        pairs = [f"{key} = {_toml(inner)}" for key, inner in value.items()]
-        return f"{{ {', '.join(pairs)} }}"
-    return json.dumps(value)
-
-
 def report_study(folder: Path, out: Path | None = None) -> Path:
     """Draw the page of a study, by default into its folder `report`, and update `results.json`."""
-    ledger = read_ledger(folder)
+    name = read_ledger(folder).name
     rows = write_results(folder)
     page = out or folder / "report"
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
@@ -230,7 +199,6 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         figures = {
             "curves": _learning_curves(layout, colours),
             "against": _against(layout, colours),
-            "fronts": _fronts(layout, colours, ledger.published),
         }
         shown = {kind: charts for kind, charts in figures.items() if charts}
         runs = layout.rows[["folder", "status"]].to_dict("records")
@@ -244,7 +212,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         "Time of all runs": duration(rows["seconds"].sum()),
     }
     values = {
-        "title": ledger.name, "facts": facts, "sections": sections, "metric": metric,
+        "title": name, "facts": facts, "sections": sections, "metric": metric,
         "data": {"axes": {}, "runs": []}, **script("uplot.min.js", "charts.js"),
     }  # fmt: skip
     return write_page(page, "study.html", values)
@@ -295,55 +263,9 @@ def _against(layout: Layout, colours: Colours) -> list[Row]:
     return charts
 
 
-def _fronts(layout: Layout, colours: Colours, published: Published) -> list[Row]:
-    """Return charts of the metric against each cost: settings, the Pareto front, and `published`.
-
-    A published result is drawn where it has both scores.
-    """
-    charts = []
-    for cost, label in COSTS.items():
-        both = layout.ends[[cost, "last"]] if cost in layout.ends else pd.DataFrame()
-        both = both.dropna(subset=[(cost, "mean"), ("last", "mean")]) if len(both) else both
-        if len(both) < 2:
-            continue
-        x = both[cost, "mean"].sort_values()
-        y = both["last", "mean"]
-        spread = both.xs("sem", axis=1, level=1).fillna(0)
-        lines = []
-        for s in x.index:
-            name = title(layout.settings.loc[s, layout.keys[::-1]])
-            colour = layout.line(s)
-            ends = {"left": x[s] - spread[cost][s], "right": x[s] + spread[cost][s]}
-            ends |= {"low": y[s] - spread["last"][s], "high": y[s] + spread["last"][s]}
-            bars = {key: [value] for key, value in ends.items()}
-            lines.append({**_points(name, colours[colour], [x[s]], [y[s]]), **bars})
-        front = pareto(x, y)
-        lines.append({**_points("front", None, x[front], y[front]), "points": False, "steps": True})
-        for name, scores in published.items():
-            if {cost, layout.metric} <= scores.keys():
-                point = _points(name, None, [scores[cost]], [scores[layout.metric]])
-                lines.append({**point, "hollow": True})
-        cheapest = "  ·  ".join(title(layout.settings.loc[s, layout.keys[::-1]]) for s in front)
-        axis = {"label": label, "log": _spans_a_decade(list(x))}
-        charts.append(_chart(layout, label, lines, axis) | {"note": f"front: {cheapest}"})
-    return charts
-
-
-def pareto(costs: pd.Series, scores: pd.Series) -> list[int]:
-    """Return the labels of the points that score higher than all cheaper ones, cheapest first."""
-    points = pd.DataFrame({"cost": costs, "score": scores})
-    points = points.sort_values(["cost", "score"], ascending=[True, False])
-    cheaper = points["score"].cummax().shift(fill_value=float("-inf"))
-    return list(points.index[points["score"] > cheaper])
-
-
 def _spans_a_decade(values: list[float]) -> bool:
     """Return whether an axis of these values, from the lowest to the highest, is logarithmic."""
     return bool(values[0] > 0 and values[-1] >= 10 * values[0])
-
-
-def _points(name: str, colour: int | None, x: Iterable[float], y: Iterable[float]) -> Row:
-    return {"name": name, "colour": colour, "x": list(x), "y": list(y), "points": True}
 
 
 def _band(
@@ -352,8 +274,8 @@ def _band(
     """Return a line of means over seeds, with a band from the lowest to the highest."""
     value = layout.line(setting)
     name = layout.metric if value is None else phrase(layout.lines or "", value)[-40:]
-    ends = {"low": list(scores["min"]), "high": list(scores["max"]), "points": False}
-    return {**_points(name, colours[value], x, scores["mean"]), **ends}
+    ends = {"low": list(scores["min"]), "high": list(scores["max"])}
+    return {"name": name, "colour": colours[value], "x": list(x), "y": list(scores["mean"]), **ends}
 
 
 def _chart(layout: Layout, panel: str, lines: list[Row], axis: Row) -> Row:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import ceil, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -48,8 +48,6 @@ class Ledger:
     name: str
     metric: str | None
     runs: Sequence[Trial]
-    published: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Published results by label: scores, by name."""
 
     def write(self, folder: Path) -> None:
         write_json(folder / STUDY, asdict(self))

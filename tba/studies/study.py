@@ -33,7 +33,6 @@ class StudyTable(Table):
     keep_checkpoints: bool = True
     metric: str | None = None
     base: str | None = None
-    published: dict[str, dict[str, float]] = Field(default_factory=dict)
 
 
 class VariantTable(Table):

@@ -118,7 +118,6 @@ class Sweep:
             name=self.study.name,
             metric=self.study.table.metric,
             runs=list(self.trials.values()),
-            published=self.study.table.published,
         )
         ledger.write(self.study.folder)
 

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -12,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tba.report import report
-from tba.report.study import Layout, lay_out, link_to, panels, pareto, report_study
+from tba.report.study import Layout, lay_out, link_to, panels
 from tba.studies.results import Ledger, Trial, curve, read_ledger, write_results
 from tba.studies.study import read_study
 
@@ -134,8 +133,8 @@ def test_the_page_loads_nothing_and_its_charts_are_data(folder, page):
     names = {
         f"{grid}_{figure}"
         for grid in ("lags", "rates", "faulty")
-        for figure in ("curves", "against", "fronts")
-    } - {"faulty_against", "faulty_fronts"}
+        for figure in ("curves", "against")
+    } - {"faulty_against"}
     assert charts(page).keys() == names
     assert [p.name for p in (folder / "report").iterdir()] == ["index.html"]
 
@@ -155,17 +154,6 @@ def test_a_chart_has_the_numbers_of_its_lines(page):
     assert against["x"] == {"label": "objective.beta", "log": False, "ticks": [0.1, 0.2]}
     names = [line["name"] for line in against["lines"]]
     assert names == [f"learning_rate {rate}" for rate in ("0.0001", "0.001", "0.01")]
-
-
-def test_points_have_their_errors_and_the_front_its_settings(page):
-    chart = charts(page)["lags_fronts"][0]
-    *points, front = chart["lines"]
-    assert front["name"] == "front" and front["steps"] and front["x"] == sorted(front["x"])
-    tb = next(point for point in points if point["name"] == "tb, publish_every 1")
-    assert tb["y"] == pytest.approx([0.91]) and tb["x"] == pytest.approx([1.77])
-    assert tb["high"][0] - tb["y"][0] == pytest.approx(0.01 / 3**0.5)
-    assert tb["right"][0] - tb["x"][0] == pytest.approx(1 / 3**0.5)
-    assert "tb, publish_every 1" in chart["note"]
 
 
 def test_the_page_links_to_its_runs(folder, page, tmp_path):
@@ -221,28 +209,6 @@ def test_names_are_text(page):
     assert "few &amp; $mall" in page
 
 
-def best_of(page: str, grid: str) -> list[list[str]]:
-    """The table of best settings of a grid: name, settings, score and advice."""
-    section = page[page.index(f"<h2>{grid}</h2>") :].partition("</section>")[0]
-    table = section[section.index("<h3>Best settings</h3>") :].partition("</table>")[0]
-    rows = re.findall(r"<tr><th.*?>(.*)</td></tr>", table.replace("\N{NO-BREAK SPACE}", " "))
-    return [unescape(row).replace("</th>", "</td>").split("</td><td>") for row in rows]
-
-
-def test_best_settings_are_given_as_toml_with_a_warning_at_the_edge_of_a_grid(page):
-    """The best of each text axis over all number axes; settings with failed runs come last."""
-    extend = "best at the edge of the grid ({}): extend it"
-    scores = {"tb": "91.0% ± 0.6%", "grpo": "81.0% ± 0.6%", "rloo": "71.0% ± 0.6%"}
-    advice = extend.format("runtime.publish_every")
-    assert best_of(page, "lags") == [
-        [name, f'"objective.use" = "{name}", "runtime.publish_every" = 1', score, advice]
-        for name, score in scores.items()
-    ]
-    rate = '"trainer.learning_rate" = 0.001, "objective.beta" = 0.1'
-    assert best_of(page, "rates") == [["", rate, "92.5% ± 0.5%", extend.format("objective.beta")]]
-    assert [row[3] for row in best_of(page, "faulty")] == [""]
-
-
 def test_lines_are_the_text_axis_with_the_most_values(layouts):
     assert (layouts["lags"].keys, layouts["lags"].lines, layouts["lags"].number) == (
         ["runtime.publish_every", "objective.use"], "objective.use", "runtime.publish_every",
@@ -288,35 +254,6 @@ def test_a_curve_is_averaged_where_all_finished_runs_were_evaluated(layouts):
     assert list(curve["samples"]) == [0, 80, 160, 240, 320] and set(curve["size"]) == {1}
     point = lags.curves.loc[numbers["tb", 1], 10]
     assert tuple(point[["samples", "min", "mean", "max"]]) == pytest.approx((80, 0.6, 0.61, 0.62))
-
-
-def test_no_point_of_the_front_is_beaten_in_both():
-    costs = pd.Series([3.0, 1.0, 2.0, 2.0, 2.5, 4.0, 1.0])
-    scores = pd.Series([0.9, 0.2, 0.5, 0.4, 0.5, 0.9, 0.1])
-    assert pareto(costs, scores) == [1, 2, 0]
-
-
-def test_published_results_stand_beside_the_runs_where_they_have_both_scores(tmp_path):
-    table = f"""
-        [study]
-        folder = "{tmp_path}"
-        [study.published]
-        "theirs" = {{ "sampled_pass@1" = 0.8, sampled_log_ratio = 1.5 }}
-        "no cost" = {{ "sampled_pass@1" = 0.7 }}
-        "no score" = {{ sampled_log_ratio = 1.6 }}
-    """
-    grid = '[[grid]]\nname = "g"\n"objective.use" = ["tb", "grpo"]\n'
-    (tmp_path / "s.toml").write_text(table + grid)
-    study = read_study(tmp_path / "s.toml")
-    for trial in study.trials:
-        write_run(study.path(trial), trial, failed=False)
-    runs = [replace(trial, status="finished") for trial in study.trials]
-    Ledger("g", None, runs, study.table.published).write(tmp_path)
-    kl, seconds = charts(report_study(tmp_path).read_text())["g_fronts"]
-    *_, front, theirs = kl["lines"]
-    assert (front["name"], theirs["name"]) == ("front", "theirs")
-    assert (theirs["x"], theirs["y"], theirs["hollow"]) == ([1.5], [0.8], True)
-    assert [line["name"] for line in seconds["lines"]] == ["tb", "grpo", "front"]
 
 
 def test_the_last_one_counts_if_a_resumed_run_repeated_an_evaluation():

@@ -96,13 +96,12 @@ function addLine(line, series, columns, bands, hidden) {
   const raw = line.smoothed ? 1 : 0, top = high ? raw + 1 : 0;
   series.push({
     name: line.name, label: line.label, scale: line.scale, stroke: line.stroke, dash: line.dash, width: 2, line,
-    paths: line.points ? () => null : line.steps ? uPlot.paths.stepped({ align: 1 }) : undefined,
-    points: { show: !line.steps && (line.evaluated || y.length < 3), size: 7, stroke: line.stroke, fill: line.hollow ? colour("--card") : line.stroke },
+    points: { show: line.evaluated || y.length < 3, size: 7, stroke: line.stroke, fill: line.stroke },
     value: (plot, _, s, hovered) => {
       const i = hovered ?? plot.data[s].findLastIndex((value) => value != null), own = plot.data[s + top][i];
       const told = short(plot.data[s + raw][i], line.form);
       if (!top || own == null) return told;
-      return told + (spread || line.points ? ` ± ${short(own - plot.data[s][i], line.form, 2)}` : ` (${short(plot.data[s + top + 1][i], line.form)} to ${short(own, line.form)})`);
+      return told + (spread ? ` ± ${short(own - plot.data[s][i], line.form, 2)}` : ` (${short(plot.data[s + top + 1][i], line.form)} to ${short(own, line.form)})`);
     },
   });
   columns.push(y);
@@ -112,24 +111,9 @@ function addLine(line, series, columns, bands, hidden) {
   };
   if (raw) addQuiet(line.y, { stroke: `${line.stroke}48`, width: 1 });
   if (high) {
-    if (!line.points) bands.push({ series: [series.length, series.length + 1], fill: `${line.stroke}24` });
+    bands.push({ series: [series.length, series.length + 1], fill: `${line.stroke}24` });
     for (const values of [high, low]) addQuiet(values, { width: 0 });
   }
-}
-
-// Draw the standard errors of points, up and down and to both sides, as far as the plot reaches.
-function drawErrors(plot) {
-  const { ctx, bbox: { left, top, width, height } } = plot, inside = new Path2D();
-  ctx.save();
-  inside.rect(left, top, width, height);
-  ctx.clip(inside);
-  for (const { line } of plot.series.filter((each) => each.line?.points && each.line.low)) {
-    const [x, y, low, high, west, east] = ["x", "y", "low", "high", "left", "right"].map((name) =>
-      plot.valToPos(line[name][0], ["x", "left", "right"].includes(name) ? "x" : "y", true));
-    ctx.strokeStyle = line.stroke;
-    ctx.stroke(new Path2D(`M${x} ${low}L${x} ${high}M${west} ${y}L${east} ${y}`));
-  }
-  ctx.restore();
 }
 
 // The range of an axis: around the values, or from 0; within `most`, if they leave something out.
@@ -180,7 +164,6 @@ function draw(place) {
     ],
     cursor: { y: false, sync: { key: x === "step" && !chart.lines ? "step" : null } },
     legend: { markers: { dash: (built, s) => BORDERS[`${built.series[s].dash ?? ""}`] } },
-    hooks: { draw: [drawErrors] },
   }, uPlot.join(tables), place);
   charts.set(place, plot);
   figure.querySelector(".outliers")?.remove();
