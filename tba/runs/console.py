@@ -126,7 +126,7 @@ class Console:
         """
         latest = {**self._held_out, **metrics}
         values = []
-        for _, name, label, text in shown(latest):
+        for name, label, text in shown(latest):
             function = EACH_REWARD.fullmatch(name)
             std = latest.get(f"rewards/{function[1]}/std", nan) if function else nan
             if isfinite(std):

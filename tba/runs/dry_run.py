@@ -215,9 +215,8 @@ def _length(setup: RunSetup) -> str:
 def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
     """Return in words the memory of each process and of a checkpoint, and whether it suffices."""
     needs = Needs.of(setup.config, planned or this_machine(), len(setup.extremes[1]))
-    advice = needs.advice()
     written = f"a checkpoint has {size(checkpoint_size(setup.config, needs.trainer_sizes))} on disk"
-    return [*needs.lines(), written, f"warning: {advice}" if advice else "the memory suffices"]
+    return [*needs.lines(), written]
 
 
 def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:

@@ -1,7 +1,4 @@
-"""Journal of a run: metrics, samples and warnings, in its folder and in services that show them.
-
-TensorBoard and Weights & Biases have the panels of the first screen under the same names.
-"""
+"""Journal of a run: metrics, samples and warnings, in its folder and in services that show them."""
 
 import json
 import math
@@ -15,7 +12,6 @@ from tba.config.schema import Config
 from tba.config.tables import LogTable
 from tba.runs.files import open_plain, own_folder, write_whole
 from tba.runs.log import METRICS, SAMPLES, WARNINGS
-from tba.runs.metrics import first_screen, tensorboard_layout
 
 IDENTITY = "wandb_id"
 """File with the run's identity: folders of different studies may have the same name."""
@@ -46,7 +42,7 @@ def check_log(table: LogTable) -> None:
 
 
 class TensorBoard:
-    """Event files in the run's folder; the first screen is the page `Custom Scalars`."""
+    """Event files in the run's folder."""
 
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -54,7 +50,6 @@ class TensorBoard:
         purge = start + 1 if start else None  # drops the steps that are repeated
         events = own_folder(folder / "tensorboard")
         self._writer: Any = SummaryWriter(str(events), purge_step=purge)
-        self._writer.add_custom_scalars(tensorboard_layout())
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -89,7 +84,7 @@ class WeightsAndBiases:
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._log(step, {**first_screen(finite), **finite})
+        self._log(step, finite)
 
     def samples(self, rows: Sequence[dict[str, Any]]) -> None:
         from pandas import DataFrame  # it takes time to import, and few runs need it

@@ -4,14 +4,12 @@ docs/memory.md explains the parts, and says which are exact. `processes` is the 
 they are put together: the dry run, `tba plan` and the table in docs/scaling.md come from it.
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from math import floor, inf
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ import psutil
 import torch
 
 from tba.config.errors import size
-from tba.config.schema import Config, assign_all
+from tba.config.schema import Config
 from tba.config.tables import FsdpTable, PolicyTable
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
@@ -40,8 +38,6 @@ MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "
 """Options of judges and tasks that name models which each searcher loads."""
 WORK = ("activations", "LM head")
 """Parts of a trainer that it frees after each step."""
-LEAST_BUDGET = 4096
-"""Least `trainer.token_budget` that is recommended."""
 
 
 @dataclass(frozen=True)
@@ -390,10 +386,11 @@ class Needs:
         for (total, *listed), cards in alike.items():
             kind = "" if cards == ["host"] else f"GPU{'s' * (len(cards) > 1)} "
             lines += [f"{kind}{', '.join(cards)}: {total}", *listed]
-        return lines
+        advice = self.advice()
+        return [*lines, f"warning: {advice}" if advice else "the memory suffices"]
 
     def advice(self) -> str:
-        """Return what does not fit and what to set; "" if everything fits."""
+        """Return what does not fit, and what lowers it; "" if everything fits."""
         excess = self.excess()
         if not excess:
             return ""
@@ -401,29 +398,11 @@ class Needs:
         where = "the host" if worst is None else f"GPU {worst}"
         more = f" (and {len(excess) - 1} more do not fit)" if len(excess) > 1 else ""
         what = f"{where} needs {size(excess[worst])} of {size(self.machine.room(worst))}{more}"
-        c = self.config
-        t = c.trainer
-        most = min(self.machine.gpus - 1, t.groups) if c.runtime.use == "ray" else 1
-        halves = (t.token_budget >> i for i in range(1, 9))
-        share = c.engine.options.get("gpu_memory_utilization")
-        shares = range(floor(20 * (share or 0)), 3, -1)
-        values: dict[str, list[Any]] = {  # the first of each is that of the config
-            "trainer.devices": [*range(t.devices, max(t.devices, most) + 1)],
-            "policy.gradient_checkpointing": sorted({c.policy.gradient_checkpointing, True}),
-            "trainer.token_budget": [t.token_budget, *(b for b in halves if b >= LEAST_BUDGET)],
-            "engine.gpu_memory_utilization": [share, *(each / 20 for each in shares)],
-        }
-        own = {"runtime.searchers": self.searchers} | {key: v[0] for key, v in values.items()}
-        for chosen in product(*values.values()):  # the first ones change the least
-            apart = max(1, (self.machine.gpus - chosen[0]) // self.each)  # engines with own GPUs
-            settings = dict(zip(own, (min(self.searchers, apart), *chosen), strict=True))
-            changed = {key: new for key, new in settings.items() if new != own[key]}
-            tables = c.nested()
-            assign_all(tables, changed)
-            if not replace(self, config=Config(**tables)).excess():
-                shown = [f"{key}={json.dumps(value)}" for key, value in changed.items()]
-                return f"{what}: set {' '.join(shown)}"
-        return f"{what}: take more or larger devices, a smaller model, or policy.lora"
+        return (
+            f"{what}: set policy.gradient_checkpointing=true, trainer.devices above 1,"
+            " policy.lora, or a lower trainer.token_budget or engine.gpu_memory_utilization;"
+            " docs/memory.md says what each of them lowers"
+        )
 
 
 def _larger(*parts: dict[str, float]) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""The metrics of a run, from metrics.toml: the twelve panels, and the sections of the report.
-
-Panels are the same in console, report, TensorBoard and Weights & Biases.
-"""
+"""The metrics of a run, from metrics.toml: the twelve panels, and the sections of the report."""
 
 import re
 import tomllib
@@ -14,8 +11,6 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-FIRST_SCREEN = "first screen"
-"""Where TensorBoard and W&B show the panels."""
 EACH_REWARD = re.compile(r"rewards/(.+)/mean")
 """Metric of each reward function."""
 FORMS = {"number": "{:.3f}", "positive": "{:.3f}", "share": "{:.1%}", "count": "{:,.0f}"}
@@ -72,24 +67,10 @@ PANELS = TypeAdapter(list[Panel]).validate_python(TABLE["panels"])
 SECTIONS = TypeAdapter(list[Section]).validate_python(TABLE["sections"])
 
 
-def shown(metrics: Mapping[str, float]) -> Iterator[tuple[int, str, str, str]]:
-    """Yield panel number, name, label and text of each metric that the panels show."""
-    for number, panel in enumerate(PANELS, 1):
+def shown(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, label and text of each metric that the panels show."""
+    for panel in PANELS:
         for metric in panel.metrics:
             for name, label in metric.labels(metrics.keys()).items():
                 if isfinite(metrics[name]):
-                    yield number, name, label, metric.text(metrics[name])
-
-
-def first_screen(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that the panels show, by names that sort in the order of the panels."""
-    return {f"{FIRST_SCREEN}/{i:02} {label}": metrics[n] for i, n, label, _ in shown(metrics)}
-
-
-def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
-    """Return the panels as custom scalars of TensorBoard, whose tags are regular expressions."""
-    charts: dict[str, list[object]] = {}
-    for number, panel in enumerate(PANELS, 1):
-        tags = ["^" + re.escape(m.name).replace(r"\*", ".*") + "$" for m in panel.metrics]
-        charts[f"{number:02} {panel.title}"] = ["Multiline", tags]
-    return {FIRST_SCREEN: charts}
+                    yield name, label, metric.text(metrics[name])

@@ -164,8 +164,7 @@ def plan(
     lines.append(f"a step trains for {training:,.3g} s; {what}: {busy}")
     for count in sorted({busy, own.searchers, *FAR}):
         lines.append(_line(forecast(config, rates, published, count), needs))
-    advice = needs.advice()
-    return [*lines, *needs.lines(), f"warning: {advice}" if advice else "the memory suffices"]
+    return [*lines, *needs.lines()]
 
 
 def _line(f: Forecast, needs: Needs) -> str:
