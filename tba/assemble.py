@@ -12,7 +12,7 @@ from tba.learn import Trainer, TrainerLost
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
-from tba.runs.checks import check_step, config_of, placed
+from tba.runs.checks import check_step, placed
 from tba.runs.console import Console
 from tba.runs.files import locked, write_json
 from tba.runs.generations import generations, recover
@@ -153,7 +153,7 @@ def open_run(
     folder = Path(config.run.folder) if resume is None else resume.resolve()
     created = next((path for path in [*folder.parents[::-1], folder] if not path.exists()), None)
     if resume is not None:
-        config_of(folder)
+        log.read_config(folder)
     with ExitStack() as closing:
         closing.enter_context(locked(folder))  # first: a second process is refused at once
         try:

@@ -11,7 +11,6 @@ from tba.engines import SearchError
 from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
-from tba.runs.checks import config_of
 from tba.runs.console import Console
 from tba.runs.files import is_full, write_json
 from tba.runs.journal import Journal
@@ -88,7 +87,6 @@ class Run:
             folder=self.folder / log.CHECKPOINTS,
             keep=c.checkpoint.keep,
             deadline=c.checkpoint.deadline,
-            config=config_of(self.folder).nested(),
         )
         self.warnings = Warnings(
             config=c,
@@ -256,8 +254,7 @@ class Run:
 
     def keep_config(self) -> None:
         """Make the config of this session that of the run, which has been changed with it."""
-        self.checkpoints.config = self.config.nested()
-        write_json(self.folder / log.CONFIG, self.checkpoints.config)
+        write_json(self.folder / log.CONFIG, self.config.nested())
 
     def begin(self, note: str, sizes: TrainerSizes) -> None:
         """Record this session; with a `note` on stored samples, save what has become of them."""

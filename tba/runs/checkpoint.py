@@ -42,7 +42,7 @@ from tba.runs.generations import (
     sha256_of,
     step_of,
 )
-from tba.runs.log import CHECKPOINTS, CONFIG, read_evaluations
+from tba.runs.log import CHECKPOINTS, read_evaluations
 from tba.search.prompts import Cursor, SearchState
 from tba.search.result import SearchStats
 from tba.weights import read_weights, write_weights
@@ -87,16 +87,13 @@ class Checkpoints:
 
     Used as a context, it waits at the end for a save that is being written, except after a
     KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
-    is the most seconds that a save may take. Each has a copy of the `config`.
+    is the most seconds that a save may take.
     """
 
-    def __init__(
-        self, folder: Path, keep: int, deadline: float, config: Mapping[str, Any]
-    ):  # fmt: skip
+    def __init__(self, folder: Path, keep: int, deadline: float):
         self._folder = folder
         self._keep = keep
         self._deadline = deadline
-        self.config = config
         self._step: int | None = None
         self._until = math.inf
         self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
@@ -137,7 +134,6 @@ class Checkpoints:
                 write_buffer()
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
-                (aside / CONFIG).write_text(json.dumps(self.config), "utf-8")
                 _commit(aside, target)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied

@@ -1,6 +1,5 @@
 """Checks of a command that need no PyTorch, whose import takes seconds; the config of a run."""
 
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, override_all, read_json
+from tba.config.schema import Config, override_all
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
 from tba.runs.files import check_usable
-from tba.runs.generations import MANIFEST, damage, generations
 from tba.tasks._memory import Passed, build_task
-
-logger = logging.getLogger(__name__)
 
 IMPORT_TORCH = ("objectives", "engines")
 """Plug-ins whose options are checked later."""
@@ -66,7 +62,7 @@ def check_start(config: Config, resume: Path | None, passed: Passed | None = Non
     """Raise ValueError for a mistake in what a run needs, before PyTorch is imported."""
     folder = Path(config.run.folder) if resume is None else resume
     if resume is not None:
-        config_of(resume)
+        log.read_config(resume)
     check_usable(folder)
     if resume is None:
         log.check_unused(folder)
@@ -114,7 +110,7 @@ def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
     check_usable(out, key="FOLDER")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    policy = config_of(run).policy
+    policy = log.read_config(run).policy
     if policy.lora is None and adapter:
         raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
     return policy
@@ -134,7 +130,7 @@ def check_unevaluated(config: Config) -> None:
 
 def check_new_file(run: Path, out: Path) -> None:
     """Raise ValueError unless the folder is one of a run, and a new file can be written there."""
-    config_of(run)
+    log.read_config(run)
     check_usable(out.parent, key="the folder of the file")
     if out.exists():
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
@@ -149,24 +145,9 @@ def _check_tokenizer(folder: Path) -> None:
         )
 
 
-def config_of(run: Path) -> Config:
-    """Return the config of a run, or if it is damaged the copy in a checkpoint; else ValueError."""
-    try:
-        return Config(**log.read_config(run))
-    except ValueError as error:
-        for generation in reversed(generations(run / log.CHECKPOINTS)):
-            copy = generation / log.CONFIG
-            if copy.is_file() and not damage(generation).keys() & {log.CONFIG, MANIFEST}:
-                name = f"{generation.parent.name}/{generation.name}/{log.CONFIG}"
-                damaged = run / log.CONFIG
-                logger.error("DAMAGED CONFIG %s: %s; going on with %s", damaged, error, name)
-                return Config(**read_json(copy))
-        raise
-
-
 def stored_config(run: Path, settings: Sequence[str]) -> Config:
     """Return the config of a run with these settings, whose paths start from the current folder."""
-    tables = config_of(run).nested()
+    tables = log.read_config(run).nested()
     override_all(tables, settings)
     return placed(Config(**tables))
 

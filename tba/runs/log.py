@@ -79,11 +79,11 @@ def check_unused(run: Path) -> None:
         )
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """Return the config of a run as plain tables; ValueError if the folder is not one of a run."""
+def read_config(run: Path) -> Config:
+    """Return the config of a run; ValueError if the folder is not one of a run."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
-    return read_json(run / CONFIG)
+    return Config(**read_json(run / CONFIG))
 
 
 def with_relative_paths(config: Any) -> Any:

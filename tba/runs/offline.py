@@ -24,9 +24,16 @@ from tba.learn.state import MODEL, stored_model
 from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.runs.checkpoint import REFERENCE, choose, chosen
-from tba.runs.checks import check_evaluated, check_export, config_of, stored_config
+from tba.runs.checks import check_evaluated, check_export, stored_config
 from tba.runs.generations import step_of
-from tba.runs.log import METRICS, SAMPLES, read, read_evaluations, with_relative_paths
+from tba.runs.log import (
+    METRICS,
+    SAMPLES,
+    read,
+    read_config,
+    read_evaluations,
+    with_relative_paths,
+)
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import device_here
@@ -81,7 +88,7 @@ class Result:
 
         The checkpoint is the newest one, the one of a `step`, or the "best" (see docs/tasks.md).
         """
-        policy = config_of(self.folder).policy
+        policy = read_config(self.folder).policy
         folder = choose(self.folder, step) / MODEL
         if policy.lora is not None:
             return merged(policy, folder)
@@ -89,7 +96,7 @@ class Result:
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the model."""
-        return load_text(config_of(self.folder).policy).tokenizer
+        return load_text(read_config(self.folder).policy).tokenizer
 
 
 def evaluate_run(
@@ -225,7 +232,7 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
     """Return the model card for a step of a run; `name` is where others load the model."""
-    config = with_relative_paths(config_of(run).nested())
+    config = with_relative_paths(read_config(run).nested())
     model = _model_name(config["policy"]["model"])
     config = _without_places(config)
     config["policy"]["model"] = model

@@ -69,7 +69,7 @@ def rates_of(
 def _measured(run: Path) -> dict[str, float]:
     """Return the rates of a finished run; a searcher's has its rewards and reference in it."""
     summary = Summary.read(run)
-    before = Config(**log.read_config(run))
+    before = log.read_config(run)
     rows = [row for row in log.read(run / log.METRICS) if "step_time" in row]
     response = fmean(row["completions/mean_length"] for row in rows)
     busy = summary.seconds * before.runtime.most_searchers * (1 - summary.searcher_wait_fraction)

@@ -27,7 +27,7 @@ from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import chosen
-from tba.runs.checks import config_of
+from tba.runs.log import read_config
 from tba.runs.setup import RunSetup
 from tba.search.chat import Chat, shown
 from tba.search.session import Session, readable
@@ -117,7 +117,7 @@ def described(groups: Sequence[Group], config: Config) -> str:
 
 def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:
     """Write the replay buffer of a checkpoint as rollouts; return what was written."""
-    config = config_of(run)
+    config = read_config(run)
     text = load_text(config.policy)
     buffer = ReplayBuffer()
     with chosen(run, step) as generation:

@@ -11,8 +11,8 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import STATE, Progress, newest
-from tba.runs.checks import check_resumed, config_of
-from tba.runs.log import CHECKPOINTS, Replay
+from tba.runs.checks import check_resumed
+from tba.runs.log import CHECKPOINTS, Replay, read_config
 from tba.runs.setup import RunSetup
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
@@ -31,7 +31,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
 
     ValueError for a change that these samples do not allow. There are no words if they are kept.
     """
-    check_resumed(setup.config, config_of(run))
+    check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
     before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards")
     changes = [] if before is None else setup.rewards.changed(RewardSource(**before))

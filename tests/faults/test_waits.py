@@ -61,7 +61,7 @@ def in_a_reward(seconds: float, model: Path, folder: Path) -> None:
 
 def in_a_save(seconds: float, model: Path, folder: Path) -> None:
     trainer = Slow()
-    checkpoints = Checkpoints(folder, keep=1, deadline=seconds, config={})
+    checkpoints = Checkpoints(folder, keep=1, deadline=seconds)
     try:
         began()
         save(checkpoints, trainer, 1)

@@ -28,7 +28,7 @@ def join(step: int) -> None:
 def test_a_save_waits_for_the_one_before(tmp_path):
     """Nothing has its final name before it is complete; the state is that of the call."""
     trainer = Slow()
-    checkpoints = Checkpoints(tmp_path, keep=2, deadline=0.1, config={})
+    checkpoints = Checkpoints(tmp_path, keep=2, deadline=0.1)
     save(checkpoints, trainer, 1)
     trainer.state = "changed"
     assert names(tmp_path) == [".step-00000001"]
@@ -56,7 +56,7 @@ def test_a_failed_save_is_raised_at_the_next_call(tmp_path, call):
     """The generation before stays, and what was left behind goes with the next save."""
     trainer = Slow()
     trainer.go.set()
-    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE, config={})
+    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE)
     save(checkpoints, trainer, 1)
     checkpoints.wait()
     trainer.error = OSError("no space left on device")
@@ -82,7 +82,7 @@ def test_a_save_does_not_create_the_folder_of_a_run_that_was_moved(tmp_path):
     trainer, folder = Slow(), tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
     trainer.go.set()
-    checkpoints = Checkpoints(folder, keep=2, deadline=DEADLINE, config={})
+    checkpoints = Checkpoints(folder, keep=2, deadline=DEADLINE)
     save(checkpoints, trainer, 1)
     checkpoints.wait()
     folder.parent.rename(tmp_path / "away")
@@ -98,7 +98,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
     """NFS keeps open files, and somebody else may remove it: the next save tries again."""
     trainer, remove = Slow(), shutil.rmtree
     trainer.go.set()
-    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE, config={})
+    checkpoints = Checkpoints(tmp_path, keep=1, deadline=DEADLINE)
     save(checkpoints, trainer, 1)
     checkpoints.wait()
 
@@ -124,7 +124,7 @@ def test_the_end_waits_for_a_save_unless_interrupted(tmp_path, error):
     trainer = Slow()
     threading.Timer(0.3, trainer.go.set).start()
     try:
-        with Checkpoints(tmp_path, keep=1, deadline=DEADLINE, config={}) as checkpoints:
+        with Checkpoints(tmp_path, keep=1, deadline=DEADLINE) as checkpoints:
             save(checkpoints, trainer, 1)
             if error is not None:
                 raise error

@@ -25,7 +25,7 @@ def saves(folder: Path) -> Iterator[Callable[[int], None]]:
     folder.parent.mkdir()
     trainer = Slow()
     trainer.go.set()
-    checkpoints = Checkpoints(folder, keep=1, deadline=DEADLINE, config={})
+    checkpoints = Checkpoints(folder, keep=1, deadline=DEADLINE)
 
     def saved(step: int) -> None:
         save(checkpoints, trainer, step)
