@@ -35,6 +35,8 @@ PLACES: dict[str, list[str]] = _OTHERS["places"]
 """Names of settings in other packages, by the place of the same setting here."""
 NONE = "none"
 """Beginning of the place of a setting without counterpart, before the reason if there is one."""
+Rule = tuple[bool, str, str]
+"""Whether a config breaks the rule, a setting, and what that setting needs."""
 
 
 def inner_table(field: FieldInfo) -> type[Table] | None:
@@ -111,87 +113,75 @@ class Config(Tables):
         return cls.model_fields[table].default.use
 
     @model_validator(mode="after")
-    def consistent_sizes(self) -> "Config":
+    def fits_together(self) -> "Config":
+        """Raise ValueError for the first setting that lacks what it needs of another one."""
+        for is_broken, setting, what in (*self._needs_of_sizes(), *self._needs_of_processes()):
+            if is_broken:
+                raise ValueError(f"{setting} needs {what}: set that, or change the former")
+        return self
+
+    def _needs_of_sizes(self) -> Iterator[Rule]:
+        e = self.eval
         t = self.trainer
-        sizes = {
+        k = t.group_size
+        steps = self.run.steps
+        epochs = self.run.epochs
+        both_lengths = epochs is not None and "steps" in self.run.model_fields_set
+        yield both_lengths, f"run.epochs = {epochs}", "run.steps unset"
+        near = max(k, round(t.batch_size / k) * k)
+        size = f"trainer.batch_size = {t.batch_size}"
+        yield t.batch_size % k > 0, size, f"a multiple of group_size = {k}, such as {near},"
+        samples = {
             "sampling.samples": self.sampling.samples,
             "replay.per_prompt": self.replay.per_prompt,
             "replay.capacity": self.replay.capacity,
         }
-        k = t.group_size
-        for name, size in sizes.items():
-            if size < k:
-                raise ValueError(
-                    f"{name} = {size} is less than trainer.group_size = {k}; set {name}={k} or more"
-                )
-        steps = self.run.steps
+        for name, number in samples.items():
+            yield number < k, f"trainer.group_size = {k}", f"{name}={k} or more"
         decay = t.decay(steps)
-        decays = t.schedule == "warmup_stable_decay" and self.run.epochs is None
-        if decays and t.warmup_steps + decay > steps:
-            raise ValueError(
-                f"trainer.warmup_steps = {t.warmup_steps} and decay_steps = {decay} are more than"
-                f" run.steps = {steps}; reduce them"
-            )
-        return self
+        decays = t.schedule == "warmup_stable_decay" and epochs is None
+        both = f"trainer.warmup_steps = {t.warmup_steps} with decay_steps = {decay}"
+        least = t.warmup_steps + decay
+        yield decays and least > steps, both, f"run.steps={least} or more"
+        most = max(e.k, default=1)
+        yield most > e.samples, f"eval.k = {list(e.k)}", f"eval.samples={most} or more"
+        yield e.patience is not None and not e.every, "eval.patience", "eval.every=50 or so"
+        if self.checkpoint.keep_best and e.every:
+            often = {
+                "checkpoint.every": self.checkpoint.every,
+                "runtime.publish_every": self.runtime.publish_every,
+            }
+            for name, every in often.items():
+                fits = every > 0 and e.every % every == 0
+                yield not fits, "checkpoint.keep_best", f"{name}={e.every}, or a divisor of it"
 
-    @model_validator(mode="after")
-    def consistent_runtime(self) -> "Config":
+    def _needs_of_processes(self) -> Iterator[Rule]:
         r = self.runtime
-        if r.use == "local" and r.fresh == 0:
-            raise ValueError(
-                "runtime.fresh = 0 with runtime.use = 'local' would never search;"
-                " set runtime.fresh=1 or more, or runtime.use=ray"
-            )
-        if r.searchers == 0 and (r.use == "ray" or self.replay.rollouts is None):
-            raise ValueError(
-                "runtime.searchers = 0 trains on logged rollouts alone, in this process: set"
-                " runtime.use=local and replay.rollouts=FILE.jsonl"
-            )
-        if r.use == "local" and r.searchers not in (0, 1):
-            raise ValueError(
-                f"runtime.searchers = {r.searchers} needs runtime.use=ray; local has one"
-            )
-        if r.use == "ray" and r.colocate == "sleep":
-            raise ValueError(
-                "runtime.colocate=sleep needs search and training in turn in one process: set"
-                " runtime.use=local, or runtime.colocate=share"
-            )
-        if not isinstance(r.searchers, int) and (r.address is None or r.lag is not None):
-            raise ValueError(
-                "a range of runtime.searchers needs a cluster, and no lockstep: set runtime.address"
-                f" and remove runtime.lag, or write runtime.searchers={r.searchers.max}"
-            )
-        ranks = self.trainer.devices
-        if ranks > 1 and r.use == "local":
-            raise ValueError(
-                f"trainer.devices = {ranks} needs runtime.use=ray; set it, or trainer.devices=1"
-            )
-        if r.lag is not None and r.fresh not in (None, self.trainer.groups):
-            raise ValueError(
-                f"runtime.fresh = {r.fresh} contradicts runtime.lag; remove one of them"
-            )
-        if r.lag is not None and r.publish_every != 1:
-            raise ValueError(f"runtime.lag = {r.lag} needs runtime.publish_every=1; set it")
-        return self
+        t = self.trainer
+        is_local = r.use == "local"
+        count = f"runtime.searchers = {r.searchers}"
+        yield is_local and r.fresh == 0, "runtime.use = local", "runtime.fresh=1 or more"
+        yield is_local and r.searchers not in (0, 1), count, "runtime.use=ray"
+        yield r.searchers == 0 and not is_local, count, "runtime.use=local"
+        yield r.searchers == 0 and not self.replay.rollouts, count, "replay.rollouts=FILE.jsonl"
+        sleeps = r.colocate == "sleep"
+        yield sleeps and not is_local, "runtime.colocate = sleep", "runtime.use=local"
+        is_range = not isinstance(r.searchers, int)
+        yield is_range and r.address is None, "a range of runtime.searchers", "runtime.address"
+        yield is_range and r.lag is not None, "a range of runtime.searchers", "runtime.lag unset"
+        lag = f"runtime.lag = {r.lag}"
+        own_pace = r.fresh not in (None, t.groups)
+        yield r.lag is not None and own_pace, lag, "runtime.fresh unset"
+        yield r.lag is not None and r.publish_every != 1, lag, "runtime.publish_every=1"
 
-    @model_validator(mode="after")
-    def evaluated_checkpoints(self) -> "Config":
-        every = self.eval.every
-        c = self.checkpoint
-        if self.eval.patience is not None and not every:
-            raise ValueError(
-                f"eval.patience = {self.eval.patience} counts evaluations; set eval.every=50"
-            )
-        if not c.keep_best or not every:
-            return self
-        both = {"checkpoint.every": c.every, "runtime.publish_every": self.runtime.publish_every}
-        for name, size in both.items():
-            if size == 0 or every % size:
-                raise ValueError(
-                    f"checkpoint.keep_best needs a checkpoint of what is evaluated: {name} = {size}"
-                    f" does not divide eval.every = {every}; set {name}={every}"
-                )
-        return self
+        several = t.devices > 1
+        ranks = f"trainer.devices = {t.devices}"
+        yield several and is_local, ranks, "runtime.use=ray"
+        yield several and t.optimizer != "adamw", ranks, "trainer.optimizer=adamw"
+        yield several and t.compile, ranks, "trainer.compile=false"
+        whole = f"a group for each, so trainer.batch_size={t.devices * t.group_size} or more"
+        yield t.devices > t.groups, ranks, whole
+        yield t.fsdp is not None and not several, "trainer.fsdp", "trainer.devices above 1"
 
     @property
     def asynchronous(self) -> bool:

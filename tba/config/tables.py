@@ -3,7 +3,7 @@
 from math import isfinite
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 LOGP_NOISE_FP32 = 0.01
 """Mean difference of log-probs, in nats, that rounding may explain."""
@@ -101,15 +101,6 @@ class RunTable(Table):
         "",
         "folder where modules with plug-ins and rewards are found; the run sets it",
     )
-
-    @model_validator(mode="after")
-    def one_length(self) -> "RunTable":
-        if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError(
-                f"run.epochs = {self.epochs:g} and run.steps = {self.steps} both say how long to"
-                " train; remove one of them"
-            )
-        return self
 
 
 class LoraTable(Table):
@@ -262,45 +253,6 @@ class TrainerTable(Table):
         " the run fails (devices above 1)",
     )
 
-    @model_validator(mode="after")
-    def whole_groups(self) -> "TrainerTable":
-        k = self.group_size
-        size = self.batch_size
-        if size % k:
-            near = max(k, round(size / k) * k)
-            raise ValueError(
-                f"trainer.batch_size = {size} is not a multiple of trainer.group_size = {k};"
-                f" set trainer.batch_size={near}, or change group_size"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def divisible(self) -> "TrainerTable":
-        if self.devices == 1 and self.fsdp is not None:
-            raise ValueError(
-                "trainer.fsdp needs trainer.devices above 1: set trainer.devices, or remove it"
-            )
-        if self.devices > 1 and self.optimizer == "adamw_8bit":
-            raise ValueError(
-                "trainer.optimizer = 'adamw_8bit' works with one device: set adamw, or"
-                " trainer.devices=1"
-            )
-        if self.devices > 1 and self.compile:
-            raise ValueError(
-                "trainer.compile=true works with one device: set it to false, or trainer.devices=1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def enough_groups(self) -> "TrainerTable":
-        if self.devices > self.groups:
-            raise ValueError(
-                f"trainer.devices = {self.devices} is more than the {self.groups} groups of a"
-                f" batch, which are not divided: set trainer.batch_size ="
-                f" {self.devices * self.group_size} or more, or trainer.devices={self.groups}"
-            )
-        return self
-
     @property
     def groups(self) -> int:
         """B, the prompts in a batch."""
@@ -365,16 +317,6 @@ class EvalTable(Table):
         1800.0, "seconds to wait for each unfinished evaluation at the end of a run (ray)"
     )
     sets: dict[str, EvalSet] = key({}, "further sets, in tables [eval.sets.NAME]: docs/tasks.md")
-
-    @model_validator(mode="after")
-    def enough_samples(self) -> "EvalTable":
-        most = max(self.k, default=1)
-        if most > self.samples:
-            raise ValueError(
-                f"eval.k = {list(self.k)} needs {most} answers per prompt, but"
-                f" eval.samples = {self.samples}; set eval.samples={most}, or eval.k={self.samples}"
-            )
-        return self
 
 
 class CheckpointTable(Table):

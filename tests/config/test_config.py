@@ -37,19 +37,14 @@ WRONG = {
     ),
     "trainer.group_size=1": "trainer.group_size = 1: Input should be greater than or equal to 2",
     "trainer.batch_size=170": (
-        "trainer.batch_size = 170 is not a multiple of trainer.group_size = 20; set"
-        " trainer.batch_size=160"
+        "trainer.batch_size = 170 needs a multiple of group_size = 20, such as 160,"
     ),
-    "trainer.batch_size=3": "set trainer.batch_size=20",
+    "trainer.batch_size=3": "such as 20",
     "sampling.samples=19": (
-        "sampling.samples = 19 is less than trainer.group_size = 20; set"
-        " sampling.samples=20 or more"
+        "trainer.group_size = 20 needs sampling.samples=20 or more: set that, or change the former"
     ),
-    "replay.capacity=19": "replay.capacity = 19 is less than trainer.group_size = 20",
-    "eval.k=[1, 5]": (
-        "eval.k = [1, 5] needs 5 answers per prompt, but eval.samples = 4; set"
-        " eval.samples=5, or eval.k=4"
-    ),
+    "replay.capacity=19": "trainer.group_size = 20 needs replay.capacity=20 or more",
+    "eval.k=[1, 5]": "eval.k = [1, 5] needs eval.samples=5 or more",
     "objective=3": "objective.use = 3: expected text",
     "policy.lora.rank=8": "unknown key 'policy.lora.rank'",
     "policy.lora.form=x": "unknown key 'policy.lora.form'; did you mean 'from'?",
@@ -110,7 +105,7 @@ def test_every_mistake_is_told_at_once():
 
 
 def test_local_without_fresh_groups_would_never_search():
-    with pytest.raises(ValueError, match=r"runtime\.fresh=1 or more, or runtime\.use=ray"):
+    with pytest.raises(ValueError, match=r"runtime\.use = local needs runtime\.fresh=1 or more"):
         load(None, ["runtime.use=local", "runtime.fresh=0"])
 
 

@@ -167,7 +167,7 @@ def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["trainer.optimizer=adamw_8bit", "trainer.devices=2"], "works with one device"),
+        (["trainer.optimizer=adamw_8bit", "trainer.devices=2"], "needs trainer.optimizer=adamw"),
         (["trainer.weights=bf16", "policy.autocast=off"], "which computes in bf16"),
         (["trainer.weights=bf16", "policy.autocast=auto"], "which computes in bf16"),
         (["trainer.weights=fp16"], "trainer.weights"),

@@ -117,7 +117,7 @@ def test_a_sleeping_engine_generates_nothing(tiny_model, tmp_path):
 
 
 def test_what_cannot_sleep_is_refused_first(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=r"in turn in one process: set runtime\.use=local"):
+    with pytest.raises(ValueError, match=r"colocate = sleep needs runtime\.use=local"):
         load(None, ["runtime.colocate=sleep"])
     with pytest.raises(ValueError, match=r"'transformers' cannot give up its memory; set engine=v"):
         check(config(tiny_model, tmp_path, "runtime.colocate=sleep"))
