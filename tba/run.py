@@ -90,7 +90,6 @@ class Run:
         )
         self.warnings = Warnings(
             config=c,
-            pass_reward=self.parts.task.pass_reward,
             rows=log.read(self.folder / log.METRICS),
             given=log.read_warnings(self.folder),
         )

@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from textwrap import shorten
 
 import numpy as np
 
@@ -44,9 +43,6 @@ from tba.tasks._rendering import Rendering
 from tba.tasks._source import RewardSource, source_of
 from tba.types import Sampling
 from tba.weights import Transport
-
-DUPLICATES = 0.01
-"""Largest share of the training prompts that may be held out as well."""
 
 Encoded = tuple[Prompt, np.ndarray]
 """A prompt with its tokens."""
@@ -301,25 +297,12 @@ def read_prompts(
 def _without_held_out(
     task: Task, encoded: Sequence[Encoded], held_out: Set[bytes]
 ) -> list[Encoded]:
-    """Return the training prompts whose identity is not held out.
-
-    Large data sets have a few that are. Raise ValueError if there are more, which is a mistake.
-    """
-    shared = []
-    left = []
-    for prompt, ids in encoded:
-        if identity(task, prompt, ids) in held_out:
-            shared.append(prompt)
-        else:
-            left.append((prompt, ids))
-    told = f"{len(shared):,} of {len(encoded):,} training prompts are also held out"
-    if len(shared) > DUPLICATES * len(encoded):
-        examples = "; ".join(f"{p.id!r}: {shorten(str(p.text), 80)!r}" for p in shared[:3])
-        raise ValueError(
-            f"{told}, so that evaluations would not measure what was learned: {examples}. Remove"
-            " them from one of the two, name another file for one, or set eval.prompts=0"
-        )
-    if shared:
+    """Return the training prompts whose identity is not held out; ValueError if there is none."""
+    left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in held_out]
+    told = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts are also held out"
+    if not left:
+        raise ValueError(f"{told}; name another file for one of the two, or set eval.prompts=0")
+    if len(left) < len(encoded):
         log.warning("%s, and not trained on", told)
     return left
 

@@ -140,7 +140,6 @@ class Tracker:
             "sync/drain": stats.seconds["drain"] - before.seconds["drain"],
             **_of_searchers(stats),
             "sync/bytes": stats.counts["sync/bytes"] - before.counts["sync/bytes"],
-            **_equal_rewards(groups),
         }
         self._last, self._before = now, deepcopy(stats)
         self._spent.clear()
@@ -229,13 +228,6 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
         metrics["engine/samples_per_second"] = fmean(stats.rates)
         metrics["engine/samples_per_second_min"] = min(stats.rates)
     return metrics
-
-
-def _equal_rewards(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the lowest and the highest reward of the groups whose rewards are all equal."""
-    rewards = [{t.reward for t in group.trajectories} for group in groups]
-    equal = [value for values in rewards if len(values) == 1 for value in values]
-    return {"equal_rewards/min": min(equal), "equal_rewards/max": max(equal)} if equal else {}
 
 
 def _idle_share(seconds: Mapping[str, float]) -> float:

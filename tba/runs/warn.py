@@ -33,20 +33,17 @@ RunWarning = tuple[str, str]
 class Warnings:
     """Compares the metrics of a run with thresholds; each warns once.
 
-    `pass_reward` is the least reward of a correct answer, if there is one.
     A resumed run has the `rows` of its metrics so far, and the warnings that were `given`, by key.
     """
 
     def __init__(
         self,
         config: Config,
-        pass_reward: float | None = None,
         rows: Sequence[Mapping[str, float | None]] = (),
         given: Mapping[str, str] | None = None,
     ):
         self._given = dict(given or {})
         self._config = config
-        self._pass_reward = pass_reward
         self._steps = deque[Mapping[str, float | None]](maxlen=STEPS + 1)
         self._first_kl: list[float] = []
         for row in rows:
@@ -113,12 +110,13 @@ class Warnings:
             for name in ("frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess")
         )
         if equal > limits.equal_rewards:
-            value, cause = self._equal_value(recent)
             yield (
                 "equal_rewards",
-                f"{equal:.0%} of the groups have equal rewards{value}, which do not tell"
-                " better responses from worse (more than warn.equal_rewards ="
-                f" {limits.equal_rewards:g}): {cause}",
+                f"{equal:.0%} of the groups have equal rewards, which do not tell better responses"
+                f" from worse (more than warn.equal_rewards = {limits.equal_rewards:g}): read some"
+                " completions; if nothing is solved yet, choose easier prompts, reward partial"
+                " answers, or raise sampling.samples; if everything is, choose harder prompts, or"
+                " selection=difficulty",
             )
         if cut_off > limits.cut_off:
             yield (
@@ -163,26 +161,3 @@ class Warnings:
                 " runtime.searchers, runtime.concurrent_searches, runtime.publish_every or"
                 " trainer.batch_size",
             )
-
-    def _equal_value(self, recent: Sequence[Mapping[str, float | None]]) -> tuple[str, str]:
-        """Return which reward the groups of equal rewards have, if all the same, and the cause."""
-        ends = ("equal_rewards/min", "equal_rewards/max")
-        values = {row[name] or 0.0 for row in recent for name in ends if name in row}
-        cause = (
-            "the prompts are too easy by now, or too hard, or the reward function is at fault;"
-            " choose other prompts, or set strategy.filter_equal=true"
-        )
-        if len(values) != 1:
-            return "", cause
-        (value,) = values
-        solved = {0.0: False, 1.0: True}.get(value)
-        if self._pass_reward is not None:
-            solved = value >= self._pass_reward
-        if solved:
-            cause = "everything is solved; choose harder prompts, or selection=difficulty"
-        elif solved is False:
-            cause = (
-                "nothing is solved yet; read some completions, and choose easier prompts, reward"
-                " partial answers, or raise sampling.samples"
-            )
-        return f", all of them {value:g}", cause

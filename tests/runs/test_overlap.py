@@ -1,7 +1,6 @@
-"""Training prompts that are also held out are refused before a run starts."""
+"""Training prompts that are also held out are not trained on."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,14 @@ def settings(folder: Path, *more: str) -> list[str]:
     return ["task=gsm8k", f"task.data={folder}", "task.prompt={question}", *more]
 
 
-def test_prompts_that_are_also_held_out_are_refused_with_examples(tiny_model, tmp_path, one_file):
+def test_prompts_that_are_also_held_out_are_not_trained_on(tiny_model, tmp_path, one_file, caplog):
     """All held-out prompts count, not only the five that this run evaluates on."""
-    expected = (
-        "10 of 12 training prompts are also held out, so that evaluations would not measure what"
-        " was learned: 'train-0': '0+0='; 'train-1': '1+1='; 'train-2': '2+2='. Remove them"
-    )
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=5")))
+    parts = check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=5")))
+    assert [prompt.id for prompt in parts.prompts] == ["train-10", "train-11"]
+    assert "10 of 12 training prompts are also held out, and not trained on" in caplog.text
+    (one_file / "train.jsonl").write_text((one_file / "test.jsonl").read_text())
+    with pytest.raises(ValueError, match="10 of 10 training prompts are also held out; name"):
+        check(config(tiny_model, tmp_path, *settings(one_file)))
 
 
 def test_rendered_prompts_are_compared(tiny_model, tmp_path, one_file):
@@ -39,8 +38,7 @@ def test_rendered_prompts_are_compared(tiny_model, tmp_path, one_file):
     (one_file / "test.jsonl").write_text('{"question": "x+3=", "answer": "#### 1"}\n')
     with (one_file / "train.jsonl").open("a") as file:
         file.write('{"question": "y+3=", "answer": "#### 1"}\n')
-    with pytest.raises(ValueError, match=r"1 of 13 training prompts are also held out.*'y\+3='"):
-        check(config(tiny_model, tmp_path, *settings(one_file)))
+    assert len(check(config(tiny_model, tmp_path, *settings(one_file))).prompts) == 12
 
 
 def test_a_duplicate_among_many_is_not_trained_on(tiny_model, tmp_path, one_file, caplog):

@@ -193,8 +193,8 @@ def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, cap
     rows = [{"question": text, "solution": str(i)} for i, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = model()
-    with pytest.raises(ValueError, match="1 of 5 training prompts are also held out"):
-        check(config(folder, {**data, "held_out_size": 3}))
+    assert len(check(config(folder, {**data, "held_out_size": 3})).prompts) == 4
+    assert "1 of 5 training prompts are also held out, and not trained on" in caplog.text
     parts = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}))
     kept = [(p.text, p.columns["answer"]) for p in (*parts.prompts, *parts.held_out)]
     assert kept == [("1?", "0"), ("2?", "1"), ("3?", "4"), ("9?", "5"), ("8?", "6")]
