@@ -10,17 +10,6 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-EXPECTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "a table",
-    "model_type": "a table",
-}
-"""Expected kind of value, by the type of pydantic's error."""
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 SECRET = re.compile(r"(api)?key|token|secrets?|password|passwd|credentials?|authorization")
 OF_TEXTS = re.compile(r"(bos|eos|pad|unk|sep|cls|mask|stop)[_-]?token", re.IGNORECASE)
@@ -40,20 +29,14 @@ def printable(text: str) -> str:
 
 def explain(name: str, *errors: ErrorDetails) -> str:
     """Return an error message for a value, from pydantic's error, or its errors for a union."""
-    value = errors[0]["input"]
     first = errors[0]["type"]
     if first == "missing":
         return f"{name} is missing"
     if first in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {name!r}"
-    expected = []
-    for error in errors:
-        literal = error["type"] == "literal_error"
-        kind = error["ctx"]["expected"] if literal else EXPECTED.get(error["type"])
-        if kind is None:
-            return f"{name} = {value!r}: {reason(error)}"
-        expected.append(kind)
-    return f"{name} = {value!r}: expected {' or '.join(expected)}"
+    reasons = " or ".join(dict.fromkeys(map(reason, errors)))
+    told = reasons.replace(" or Input should be ", " or ")
+    return f"{name} = {errors[0]['input']!r}: {told}"
 
 
 def reason(error: ErrorDetails) -> str:

@@ -50,7 +50,7 @@ MISTAKES = {
     "train objective.beta=-1 objective=grpo": "greater than or equal to 0",
     "train task.train_size=-5": "task.train_size = -5: Input should be greater than",
     "train task=gsm8k task.train_size=-5": "task.train_size = -5: Input should be greater than",
-    "train engine.dtype=fp16": "engine.dtype = 'fp16': expected 'auto'",
+    "train engine.dtype=fp16": "engine.dtype = 'fp16': Input should be 'auto'",
     "train task=custom task.reward=score.py:f": "task.data is missing",
     "train task=gsm8k task.data=./nowhere": "policy.model is missing",
     f"train {OWN} task.data=nowhere.jsonl": "No such file or directory: 'nowhere.jsonl'",
@@ -163,7 +163,7 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a dict with a wrong value": (
         lambda: tba.train({"run": {"steps": "many"}}),
-        "expected an integer",
+        "Input should be a valid integer",
     ),
     "a dotted key": (lambda: tba.train({"run.steps": 5}), "unknown key 'run.steps'"),
     "a table that is none": (lambda: Config(trainer=3), "write a table, \\[trainer\\]"),
@@ -171,7 +171,10 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Config(trainer={"batch_size": 7}),
         "set trainer.batch_size=20",
     ),
-    "no text": (lambda: Config(policy={"model": 7}), "policy.model = 7: expected text"),
+    "no text": (
+        lambda: Config(policy={"model": 7}),
+        "policy.model = 7: Input should be a valid string",
+    ),
     "settings as text": (lambda: tba.load(None, "run.steps=5"), "list"),
     "no config": (lambda: tba.train(7), "config is of type int"),  # type: ignore[arg-type]
     "a missing run": (lambda: tba.train(tba.load(), resume="nowhere"), "nowhere is not the folder"),

@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objective.temperature: 'tb' has no such option: temperature is sampling.temperature here",
     ),
     "null for what is needed": (
-        "objectives", "tba_other.Mine", {"sizes": None}, "objective.sizes = None: expected a list",
+        "objectives", "tba_other.Mine", {"sizes": None}, "objective.sizes = None: Input should",
     ),
     "many plug-ins": (
         "objectives", "dr_grop", {},
@@ -71,33 +71,33 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "tba_other.Mine", {}, "objective.sizes is missing: 'tba_other.Mine' needs it",
     ),
     "wrong type": (
-        "objectives", "tb", {"beta": "high"}, "objective.beta = 'high': expected a number",
+        "objectives", "tb", {"beta": "high"}, "objective.beta = 'high': Input should be a",
     ),
     "one of several types": (
         "tasks", "gsm8k", {"chat": "no"},
-        "objective.chat = 'no': expected true or false or 'on' or 'off'",
+        "objective.chat = 'no': Input should be a valid boolean or 'on' or 'off'",
     ),
     "wrong type within": (
         "objectives", "tba_other.Mine", {"sizes": [1, "two"]},
-        "objective.sizes.1 = 'two': expected an integer",
+        "objective.sizes.1 = 'two': Input should be a valid integer",
     ),
     "boolean for a number": (
-        "objectives", "tb", {"beta": True}, "objective.beta = True: expected a number",
+        "objectives", "tb", {"beta": True}, "objective.beta = True: Input should be a valid number",
     ),
     "boolean for a number or none": (
         "objectives", "tb", {"importance_cap": True},
-        "objective.importance_cap = True: expected a number",
+        "objective.importance_cap = True: Input should be a valid number",
     ),
     "text for a number": (
-        "objectives", "tb", {"beta": "0.1"}, "objective.beta = '0.1': expected a number",
+        "objectives", "tb", {"beta": "0.1"}, "objective.beta = '0.1': Input should be a",
     ),
     "wrong type within one of several types": (
         "tasks", "custom", {"reward": ["mine:f", 3]},
-        "objective.reward.1 = 3: expected text or a table",
+        "objective.reward.1 = 3: Input should be a valid string or an object",
     ),
     "boolean in a schedule": (
         "objectives", "tb", {"beta": {"start": 1.0, "end": False, "steps": 3}},
-        "objective.beta.end = False: expected a number",
+        "objective.beta.end = False: Input should be a valid number",
     ),
     "schedule short of a key": (
         "objectives", "tb", {"beta": {"start": 1.0, "end": 0.0}}, "objective.beta.steps is missing",

@@ -133,7 +133,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"a": SUMS | {"digit": 2}}, "no such option; did you mean 'digits'?"),
     "value": ({"a": SUMS | {"digits": 0}}, "[task.parts.a]: task.digits = 0: give 1 to 9"),
     "weight": ({"a": SUMS | {"weight": 0}}, "task.parts.a.weight = 0: Input should be"),
-    "text": ({"a": SUMS | {"weight": "2"}}, "task.parts.a.weight = '2': expected a number"),
+    "text": (
+        {"a": SUMS | {"weight": "2"}},
+        "task.parts.a.weight = '2': Input should be a valid number",
+    ),
     "name": ({"a/b": SUMS}, "[task.parts.a/b]: 'a/b' must be letters, digits"),
     "measures": ({"a": {"use": "tldr", "proxy": MEAN, "gold": MEAN}}, "= 'tldr' has parts, measu"),
     "own way": (
