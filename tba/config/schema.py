@@ -130,7 +130,7 @@ class Config(Tables):
         yield both_lengths, f"run.epochs = {epochs}", "run.steps unset"
         near = max(k, round(t.batch_size / k) * k)
         size = f"trainer.batch_size = {t.batch_size}"
-        yield t.batch_size % k > 0, size, f"a multiple of group_size = {k}, such as {near},"
+        yield t.batch_size % k > 0, size, f"a multiple of group_size = {k}, such as {near}"
         samples = {
             "sampling.samples": self.sampling.samples,
             "replay.per_prompt": self.replay.per_prompt,

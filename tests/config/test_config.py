@@ -37,7 +37,7 @@ WRONG = {
     ),
     "trainer.group_size=1": "trainer.group_size = 1: Input should be greater than or equal to 2",
     "trainer.batch_size=170": (
-        "trainer.batch_size = 170 needs a multiple of group_size = 20, such as 160,"
+        "trainer.batch_size = 170 needs a multiple of group_size = 20, such as 160: set"
     ),
     "trainer.batch_size=3": "such as 20",
     "sampling.samples=19": (

@@ -169,7 +169,7 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     "a table that is none": (lambda: Config(trainer=3), "write a table, \\[trainer\\]"),
     "sizes that do not fit": (
         lambda: Config(trainer={"batch_size": 7}),
-        "set trainer.batch_size=20",
+        "such as 20: set that",
     ),
     "no text": (
         lambda: Config(policy={"model": 7}),
