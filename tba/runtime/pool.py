@@ -34,10 +34,6 @@ POLL = 0.2
 UNDER_WAY = 2
 """Most evaluations that have begun and not ended; each keeps a copy of the weights."""
 
-BACKOFF = 1.0
-LONGEST_BACKOFF = 60.0
-"""Seconds before the second restart in a row of a searcher, which double, and most seconds."""
-
 LOOK = 1.0
 """Seconds until Ray is asked again whether it has room for a searcher that waits for it."""
 
@@ -214,19 +210,12 @@ class Pool:
         tasks = [Task("start", ref, weights=newest)]
         self.handles.append(Handle(slot, actor, version, tasks, self._calls, failures))
 
-    def replace(self, handle: Handle) -> float:
-        """End a searcher; return the seconds until `restart` starts another in its place.
-
-        There are none, but after failures in a row, between which it has delivered nothing.
-        """
+    def replace(self, handle: Handle) -> None:
+        """End a searcher; `restart` starts another in its place."""
         self.restarts_left -= 1
         handle.kill()
         self.handles.remove(handle)
-        wait = 0.0
-        if handle.failures > 0:
-            wait = min(LONGEST_BACKOFF, BACKOFF * 2.0 ** (handle.failures - 1))
-        self._vacancies.append((handle.slot, self._clock() + wait, handle.failures + 1))
-        return wait
+        self._vacancies.append((handle.slot, self._clock(), handle.failures + 1))
 
     def leave(self, machine: str) -> list[Handle]:
         """End the searchers of a machine that is lost, and ask Ray for room on others."""

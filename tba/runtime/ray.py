@@ -2,7 +2,7 @@
 
 A collector thread keeps every searcher busy and receives the results. The train loop only takes the
 results that have arrived. A searcher that dies, misses a deadline or has a faulty engine is
-restarted, after a while if this happens again and again, and its tasks are issued again. If Ray
+restarted, and its tasks are issued again. If Ray
 itself is lost, the next call raises ClusterLostError; `state` and `close` work all the same.
 
     train loop            collector thread                  searcher process (actor.py)
@@ -350,9 +350,8 @@ class RaySearchers:
                 )
             else:
                 ended = [handle]
-                wait = self._pool.replace(handle)
-                when = f"in {wait:g} s" if wait else "now"
-                log.warning("a searcher %s: restarted %s, its tasks are issued again", why, when)
+                self._pool.replace(handle)
+                log.warning("a searcher %s: restarted, its tasks are issued again", why)
             for task in (task for each in ended for task in each.tasks):
                 self._stream.put_back(task.prompts)
                 if task.piece is not None:

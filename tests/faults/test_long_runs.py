@@ -139,11 +139,9 @@ def test_a_storm_of_restarts_ends_with_a_checkpoint_and_a_name(case, tiny_model,
 
 @pytest.mark.timeout(600)
 @cases(20, full=2, part=1)
-def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
-    case, tiny_model, tmp_path, caplog
-):
-    """A searcher that fails for good after some searches: the second restart waits, the next ones
-    twice as long each. When it works again, the run goes on, and no prompt is lost."""
+def test_a_storm_on_ray_ends_with_a_checkpoint(case, tiny_model, tmp_path, caplog):
+    """A searcher that fails for good after some searches. When it works again, the run goes on, and
+    no prompt is lost."""
     folder, calls = tmp_path / "run", tmp_path / "calls"
     start, restarts = int(case.rng.integers(3, 9)), 3 + case.index
     settings = (
@@ -160,9 +158,7 @@ def test_a_storm_on_ray_waits_between_restarts_and_ends_with_a_checkpoint(
         opened.train()
     case.tried = case.survived = opened.searchers.stats.counts["searchers/restarts"]
     told = [r.getMessage() for r in caplog.records if "its tasks are issued again" in r.msg]
-    waits = ["now", *(f"in {2**n} s" for n in range(restarts - 1))]
     assert len(told) == restarts
-    assert all(f" restarted {wait}," in text for wait, text in zip(waits, told, strict=True)), told
     newest = generations(folder / CHECKPOINTS)[-1]
     assert newest.name == f"step-{opened.step:08d}" and damage(newest) == {}
     goes_on(folder, "engine.start=1000000")

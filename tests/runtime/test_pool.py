@@ -136,30 +136,6 @@ def test_slow_searchers_keep_few_versions_of_the_weights(pool):
     assert {one.version for one in pool.handles} == {39} and sent(pool) == {39}
 
 
-def test_restarts_in_a_row_wait_ever_longer(pool, clock, monkeypatch):
-    """Those of one searcher, until it delivers something; the others are restarted at once."""
-    monkeypatch.setattr(Handle, "kill", lambda self: None)
-    own, waits = pool.handles[3].slot, []
-
-    def failing() -> list[Handle]:
-        return [one for one in pool.handles if one.slot is own]
-
-    for _ in range(9):
-        waits.append(pool.replace(failing()[0]))
-        clock.now += max(0.0, waits[-1] - 0.5)
-        pool.restart()
-        assert len(failing()) == (waits[-1] == 0) and len(pool.handles) == 11 + len(failing())
-        clock.now += 0.5
-        pool.restart()
-        assert len(failing()) == 1
-    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert pool.replace(pool.handles[0]) == 0
-    (sound,) = failing()
-    sound.search([], 0, None, None)
-    sound.done(sound.tasks[0])
-    assert pool.replace(sound) == 0
-
-
 class Wish:
     """Request for room on a machine, which Ray grants when a test says so."""
 
@@ -210,7 +186,8 @@ def test_a_range_has_a_searcher_wherever_there_is_room(wide, clock):
     clock.now += LOOK
     wide.restart()
     assert [handle.machine for handle in wide.handles] == ["one", "one", "third"]
-    assert wide.replace(wide.handles[0]) == 0 and len(wide.handles) == 2
+    wide.replace(wide.handles[0])
+    assert len(wide.handles) == 2
     wide.restart()  # where it was
     assert [handle.machine for handle in wide.handles] == ["one", "third", "one"]
 
