@@ -401,8 +401,8 @@ def _explained(model: type[Table], error: ErrorDetails) -> str:
     path = [str(part) for part in error["loc"]]
     where = ".".join(path)
     if error["type"] == "extra_forbidden":
-        keys = [key for key in _keys(where, error["input"]) if counterpart(key.rpartition(".")[2])]
-        known = [f"unknown key {key!r}: {elsewhere(key)}" for key in keys]
+        places = {key: elsewhere(key) for key in _keys(where, error["input"])}
+        known = [f"unknown key {key!r}: {place}" for key, place in places.items() if place]
         return "\n".join(known) or _unknown_key(model, path)
     if error["type"] == "value_error":
         return reason(error)
@@ -424,14 +424,12 @@ def _keys(where: str, value: object) -> Iterator[str]:
 
 
 def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
-    """Return an error message with what the key is called, or with the nearest ones."""
+    """Return an error message with the nearest keys."""
     *outer, name = path
     table = model
     for each in outer:
         table = inner_table(table.model_fields[each]) or table
     where = ".".join(path)
-    if place := elsewhere(where):
-        return f"unknown key {where!r}: {place}"
     known = [field.alias or key for key, field in table.model_fields.items()]
     every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
     return f"unknown key {where!r}{choices(name, known, every)}"

@@ -354,12 +354,8 @@ class Needs:
         ranks = self.config.trainer.devices
         room = self.machine.card if self.machine.gpus else self.machine.host / ranks
         if state > room and self.config.runtime.address is None:  # a cluster is not known here
-            advice = self.advice().partition(": ")[2]
-            raise ValueError(
-                f"trainer.devices = {ranks}: {'each rank' if ranks > 1 else 'the trainer'} needs"
-                f" {size(state)} for weights, gradients and moments, but there are {size(room)} on"
-                f" this machine for it: {advice}"
-            )
+            what = f"{size(state)} for weights, gradients and moments in each rank"
+            raise ValueError(f"trainer.devices = {ranks} needs {what}: {self.advice()}")
 
     def needed(self) -> dict[int | None, float]:
         """Return the bytes that are needed on each GPU, and on the host (None)."""

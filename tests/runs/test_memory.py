@@ -107,7 +107,7 @@ def test_ranks_that_lack_the_memory_are_refused(tiny_model, tmp_path, monkeypatc
     monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough))
     setup.check(config)
     monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough - 2))
-    words = r"trainer\.devices = 2: each rank needs .* for weights, gradients and moments, but"
+    words = r"trainer\.devices = 2 needs .* for weights, gradients and moments in each rank: "
     with pytest.raises(ValueError, match=words):
         setup.check(config)
     monkeypatch.setattr(setup, "this_machine", lambda: Machine(3, enough / 2 - 2, 1e12))
