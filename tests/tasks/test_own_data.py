@@ -121,7 +121,7 @@ def test_text_chats_if_the_task_says_so(model, data):
     assert default.prompts[0].text == "0+0?"  # as in TRL: text stays text
     with pytest.raises(ValueError, match="chat messages, but the tokenizer has no chat template"):
         check(config(without, {**data, "chat": "on"}))
-    with pytest.raises(ValueError, match=r"task\.chat = 'yes': expected .*'on' or 'off'"):
+    with pytest.raises(ValueError, match=r"task\.chat = 'yes': Input should be .*'on' or 'off'"):
         check(config(without, {**data, "chat": "yes"}))
 
 
