@@ -35,7 +35,7 @@ DISK_ADVICE = "free some space, or choose another disk with run.folder=…"
 WRITTEN = 2**24  # bytes
 SLOW = 100e6  # bytes per second: another machine waits 10 s for weights of 1 GB
 DRIVER = Path("/proc/driver/nvidia/version")
-LEFT_OUT = ("replay", "strategy", "selection", "eval", "checkpoint", "log", "warn")
+LEFT_OUT = ("replay", "strategy", "selection", "eval", "checkpoint", "log")
 """Tables that the short run has defaults for."""
 SMALL = {
     "run.steps": 2, "runtime.lag": 0, "runtime.publish_every": 1, "runtime.fresh": None,

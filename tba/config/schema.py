@@ -81,7 +81,6 @@ class Config(Tables):
     eval: tables.EvalTable = tables.EvalTable()
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()
     log: tables.LogTable = tables.LogTable()
-    warn: tables.WarnTable = tables.WarnTable()
 
     @model_validator(mode="before")
     @classmethod

@@ -332,12 +332,3 @@ class LogTable(Table):
     wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
     wandb_project: str = key("tba", "name of the project in Weights & Biases")
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")
-
-
-class WarnTable(Table):
-    equal_rewards: Share = key(
-        0.5, "warn if a larger share of the groups has equal rewards; 1: never"
-    )
-    cut_off: Share = key(
-        0.2, "warn if a larger share of the responses reaches sampling.max_tokens; 1: never"
-    )

@@ -164,7 +164,7 @@ class Journal:
             self._shown.append(row | flat)
 
     def warn(self, step: int, key: str, text: str, at_end: bool = False) -> None:
-        """Log a warning; `key` is that of `[warn]`. One `at_end` goes if the run is resumed."""
+        """Log a warning; `key` names its kind. One `at_end` goes if the run is resumed."""
         row: dict[str, Any] = {"step": step, "key": key, "text": text}
         self._write(WARNINGS, row | ({"at_end": True} if at_end else {}))
         self._show(lambda sink: sink.warn(step, text))

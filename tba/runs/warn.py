@@ -16,6 +16,10 @@ SMALL_KL = 0.01
 """KL in nats per token that is small, whatever it was at first."""
 KL = "kl/k3"  # a metric of every training step, and of no evaluation
 
+MOST_EQUAL = 0.5
+"""Share of the groups that may have equal rewards."""
+MOST_CUT_OFF = 0.2
+"""Share of the responses that may reach `sampling.max_tokens`."""
 LEAST_ESS = 0.5
 """Share of a group below which the effective sample size is too small."""
 MOST_WAITING = 0.05
@@ -103,27 +107,26 @@ class Warnings:
 
     def _signs(self, ended: bool = False) -> Iterator[RunWarning]:
         """Yield the signs of trouble in the latest steps."""
-        limits = self._config.warn
         recent = list(self._steps)[-WINDOW:]
         equal, cut_off, ess = (
             fmean(row[name] or 0.0 for row in recent)
             for name in ("frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess")
         )
-        if equal > limits.equal_rewards:
+        if equal > MOST_EQUAL:
             yield (
                 "equal_rewards",
                 f"{equal:.0%} of the groups have equal rewards, which do not tell better responses"
-                f" from worse (more than warn.equal_rewards = {limits.equal_rewards:g}): read some"
+                f" from worse (more than {MOST_EQUAL:.0%}): read some"
                 " completions; if nothing is solved yet, choose easier prompts, reward partial"
                 " answers, or raise sampling.samples; if everything is, choose harder prompts, or"
                 " selection=difficulty",
             )
-        if cut_off > limits.cut_off:
+        if cut_off > MOST_CUT_OFF:
             yield (
                 "cut_off",
                 f"{cut_off:.0%} of the responses are cut off at sampling.max_tokens ="
-                f" {self._config.sampling.max_tokens} (more than warn.cut_off ="
-                f" {limits.cut_off:g}); raise it, or ask for shorter responses",
+                f" {self._config.sampling.max_tokens} (more than"
+                f" {MOST_CUT_OFF:.0%}); raise it, or ask for shorter responses",
             )
         if ess < LEAST_ESS:
             yield (

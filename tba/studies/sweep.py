@@ -190,7 +190,7 @@ def _differing(stored: Config, config: Config) -> list[str]:
     return [
         f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
         for key in keys
-        if there.get(key) != here.get(key) and not key.startswith(("log.", "warn."))
+        if there.get(key) != here.get(key) and not key.startswith("log.")
     ]
 
 

@@ -72,12 +72,6 @@ def test_a_short_run_warns_at_its_end(case):
     assert key == case and text.startswith(words)
 
 
-@pytest.mark.parametrize("case", ["equal_rewards", "cut_off"])
-def test_a_threshold_can_turn_its_warning_off(case):
-    own = warnings(f"warn.{case}=1")
-    assert given(own, CASES[case][0], WINDOW) == own.end() == []
-
-
 def test_kl_is_compared_with_that_of_the_first_steps():
     own = warnings()
     assert given(own, {"kl/k3": 0.002}, FIRST) == []
