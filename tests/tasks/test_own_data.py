@@ -195,6 +195,7 @@ def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, cap
     folder = model()
     assert len(check(config(folder, {**data, "held_out_size": 3})).prompts) == 4
     assert "1 of 5 training prompts are also held out, and not trained on" in caplog.text
+    caplog.clear()
     parts = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}))
     kept = [(p.text, p.columns["answer"]) for p in (*parts.prompts, *parts.held_out)]
     assert kept == [("1?", "0"), ("2?", "1"), ("3?", "4"), ("9?", "5"), ("8?", "6")]
