@@ -216,7 +216,8 @@ def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
     """Return in words the memory of each process and of a checkpoint, and whether it suffices."""
     needs = Needs.of(setup.config, planned or this_machine(), len(setup.extremes[1]))
     written = f"a checkpoint has {size(checkpoint_size(setup.config, needs.trainer_sizes))} on disk"
-    return [written, *needs.lines()]
+    *lines, verdict = needs.lines()
+    return [*lines, written, verdict]
 
 
 def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
