@@ -208,8 +208,14 @@ def test_a_ray_that_does_not_start_is_an_error_that_says_why(tiny_model, tmp_pat
         assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("folder", ["/proc", "/dev/null/x"])
-def test_a_folder_that_ray_cannot_use_is_told(folder, tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_TMPDIR", folder)
-    with pytest.raises(ValueError, match=f"Ray does not start here: .*{folder}/tba-.*RAY_TMPDIR"):
-        run_and_keep(config(tiny_model, tmp_path / "run"))
+@pytest.mark.fault
+@pytest.mark.parametrize("folder", ["/proc", "/dev/null/x", "/tmp/" + "t" * 100])
+def test_a_folder_that_ray_cannot_use_is_told(folder, tiny_model, tmp_path):
+    given = as_settings(config(tiny_model, tmp_path / "run"))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tba.cli", "train", *given],
+        env={**ENVIRONMENT, "RAY_TMPDIR": folder}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "error: Ray does not start here: " in ended.stderr and "RAY_TMPDIR" in ended.stderr
+    assert "Traceback" not in ended.stderr
