@@ -220,7 +220,6 @@ class TrainerTable(Table):
     )
     warmup_steps: Count = key(0, "steps of linear warm-up from 0; applies to every schedule")
     decay_steps: Count = key(0, "final steps of warmup_stable_decay; 0: a tenth of run.steps")
-    min_lr_ratio: Share = key(0.0, "final share of learning_rate (cosine, warmup_stable_decay)")
     betas: Betas = key((0.9, 0.999), "betas of AdamW")
     weight_decay: NotNegative = key(0.0, "weight decay of AdamW")
     max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from tba.config.tables import PolicyTable, TrainerTable
 from tba.learn.policy import Policy
@@ -130,17 +129,6 @@ def learning_rate(optimizer: Optimizer, settings: TrainerTable, steps: int) -> A
     """Return the schedule of transformers that `settings` names, whose warm-up begins at 0."""
     from transformers import get_scheduler
 
-    ratio = settings.min_lr_ratio
-    warmup = settings.warmup_steps
-    stable = {"min_lr_ratio": ratio, "num_decay_steps": settings.decay(steps)}
-    extra: dict[str, dict[str, Any]] = {
-        "cosine_with_min_lr": {"min_lr_rate": ratio},
-        "warmup_stable_decay": stable,
-    }
-    names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup"}
-    name = names.get(settings.schedule, settings.schedule)
-    schedule: Any = get_scheduler(name, optimizer, warmup, steps, extra.get(name))
-    if name != "warmup_stable_decay":
-        return schedule
-    later = schedule.lr_lambdas[0]  # its own warm-up begins at `min_lr_ratio`
-    return LambdaLR(optimizer, lambda step: step / warmup if step < warmup else later(step))
+    name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
+    decay = {"num_decay_steps": settings.decay(steps)} if name == "warmup_stable_decay" else None
+    return get_scheduler(name, optimizer, settings.warmup_steps, steps, decay)
