@@ -12,7 +12,7 @@ from tba.config.schema import Config, load
 
 WRONG = {
     "trainer.grop_size=4": "unknown key 'trainer.grop_size'; did you mean 'group_size'?",
-    "trianer.group_size=4": "unknown key 'trianer'; did you mean 'trainer'?",
+    "trianer.group_size=4": "group_size is trainer.group_size here",
     "run.steps=many": "run.steps = 'many': Input should be a valid integer",
     "run.steps='3'": "run.steps = '3': Input should be a valid integer",
     "log.wandb='no'": "log.wandb = 'no': Input should be a valid boolean",
