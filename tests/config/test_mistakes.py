@@ -46,7 +46,7 @@ MISTAKES = {
     "train policy.model=no_tokenizer": "no tokenizer",
     "train objective=grop": "did you mean 'grpo'?",
     "train objective=TB": "did you mean 'tb'?",
-    "train Run.steps=5": "did you mean 'run'?",
+    "train Run.steps=5": "steps is run.steps here",
     "train objective.beta=-1 objective=grpo": "greater than or equal to 0",
     "train task.train_size=-5": "task.train_size = -5: Input should be greater than",
     "train task=gsm8k task.train_size=-5": "task.train_size = -5: Input should be greater than",
