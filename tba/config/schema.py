@@ -178,6 +178,12 @@ class Config(Tables):
         yield several and is_local, ranks, "runtime.use=ray"
         yield several and t.optimizer != "adamw", ranks, "trainer.optimizer=adamw"
         yield several and t.compile, ranks, "trainer.compile=false"
+        lora = self.policy.lora
+        in_4_bits = lora is not None and lora.load_in_4bit
+        yield in_4_bits and several, "policy.lora.load_in_4bit", "trainer.devices=1"
+        yield in_4_bits and t.compile, "policy.lora.load_in_4bit", "trainer.compile=false"
+        mixed = self.policy.autocast != "bf16"
+        yield t.weights == "bf16" and mixed, "trainer.weights = bf16", "policy.autocast=bf16"
         whole = f"a group for each, so trainer.batch_size={t.devices * t.group_size} or more"
         yield t.devices > t.groups, ranks, whole
         yield t.fsdp is not None and not several, "trainer.fsdp", "trainer.devices above 1"

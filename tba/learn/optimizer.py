@@ -1,14 +1,13 @@
 """AdamW in the precisions of `trainer.optimizer` and `trainer.weights`, and its learning rate."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tba.config.tables import PolicyTable, TrainerTable
+from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
 from tba.weights import trained
 
@@ -98,31 +97,6 @@ def build_optimizer(policy: Policy, settings: TrainerTable) -> Optimizer:
     if settings.weights == "bf16":
         return SplitAdamW(groups, rate, betas=betas, weight_decay=decay, fused=True)
     return torch.optim.AdamW(groups, rate, betas=betas, weight_decay=decay, fused=True)
-
-
-def check_precision(policy: PolicyTable, settings: TrainerTable) -> None:
-    """Raise ValueError for precisions that do not work together, or without bitsandbytes."""
-    if settings.weights == "bf16" and policy.autocast != "bf16":
-        raise ValueError(
-            f"policy.autocast = {policy.autocast!r} with trainer.weights=bf16, which computes in"
-            " bf16: set policy.autocast=bf16, or trainer.weights=fp32"
-        )
-    in_4_bits = policy.lora is not None and policy.lora.load_in_4bit
-    if in_4_bits and (settings.devices > 1 or settings.compile):
-        raise ValueError(
-            "policy.lora.load_in_4bit works with one device and without compiled layers: set"
-            " trainer.devices=1 and trainer.compile=false"
-        )
-    if in_4_bits and find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "policy.lora.load_in_4bit needs bitsandbytes: pip install 'tba[quantised]', or set"
-            " policy.lora.load_in_4bit=false"
-        )
-    if settings.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "trainer.optimizer = 'adamw_8bit' needs bitsandbytes: pip install 'tba[quantised]', or"
-            " set trainer.optimizer=adamw"
-        )
 
 
 def learning_rate(optimizer: Optimizer, settings: TrainerTable, steps: int) -> Any:

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.config.tables import OFF
 from tba.engines import Engine
-from tba.learn.optimizer import check_precision
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
 from tba.models.cache import check_compiler, check_rotary
@@ -191,7 +191,13 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
 def _check_policy(config: Config, here: bool) -> list[str]:
     """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
     (check_model if here else check_kind)(config.policy)
-    check_precision(config.policy, config.trainer)
+    in_4_bits = config.policy.lora is not None and config.policy.lora.load_in_4bit
+    in_8_bits = config.trainer.optimizer == "adamw_8bit"
+    if (in_4_bits or in_8_bits) and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "trainer.optimizer=adamw_8bit and policy.lora.load_in_4bit need bitsandbytes: type"
+            " pip install 'tba[quantised]', or remove them"
+        )
     if here and config.trainer.compile:
         check_compiler()
     return [] if config.policy.lora is None else [check_adapter(config.policy)]

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import tba.learn.optimizer
 from tba.config.schema import load
 from tba.learn.optimizer import REST, Split, SplitAdamW, _divide, _joined, _random_rest
 from tba.runs.checks import check_resumed
@@ -168,8 +167,8 @@ def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_p
     ("settings", "message"),
     [
         (["trainer.optimizer=adamw_8bit", "trainer.devices=2"], "needs trainer.optimizer=adamw"),
-        (["trainer.weights=bf16", "policy.autocast=off"], "which computes in bf16"),
-        (["trainer.weights=bf16", "policy.autocast=auto"], "which computes in bf16"),
+        (["trainer.weights=bf16", "policy.autocast=off"], "needs policy.autocast=bf16"),
+        (["trainer.weights=bf16", "policy.autocast=auto"], "needs policy.autocast=bf16"),
         (["trainer.weights=fp16"], "trainer.weights"),
         (["trainer.optimizer=sgd"], "trainer.optimizer"),
     ],
@@ -180,8 +179,8 @@ def test_what_does_not_work_together_is_refused(settings, message):
 
 
 def test_8_bits_without_bitsandbytes_are_refused_before_the_start(monkeypatch):
-    monkeypatch.setattr(tba.learn.optimizer, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs bitsandbytes: pip install 'tba\[quantised\]'"):
+    monkeypatch.setattr("tba.runs.setup.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"need bitsandbytes: type pip install 'tba\[quantised\]'"):
         check(load(None, ["trainer.optimizer=adamw_8bit"]))
 
 
