@@ -10,7 +10,6 @@ import torch
 from build import LORA_SMALL, resumes_exactly, trainer
 from torch import Tensor
 
-import tba.learn.optimizer
 from tba.config.schema import load
 from tba.engines.vllm import VLLM
 from tba.learn.trainer import SingleTrainer
@@ -130,6 +129,6 @@ def test_vllm_is_refused(monkeypatch):
 
 
 def test_4_bits_without_bitsandbytes_are_refused(monkeypatch):
-    monkeypatch.setattr(tba.learn.optimizer, "find_spec", lambda name: None)
+    monkeypatch.setattr("tba.runs.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"load_in_4bit need bitsandbytes: type pip install"):
         check(load(None, QLORA))
