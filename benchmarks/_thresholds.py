@@ -3,7 +3,7 @@
     python benchmarks/_thresholds.py
 
 writes the section of benchmarks/README.md and the figure again, from the runs that are kept, and
-prints the ranges that README.md and docs/performance.md quote. A time is that of the first
+prints the ranges that README.md quotes. A time is that of the first
 crossing, linear between evaluations, and the median over seeds. A side whose median run stays
 below a score does not reach it. One score says little, because scores swing by their standard
 error: ranges are over all scores that both sides reach, the smallest ratio first.
