@@ -182,7 +182,9 @@ def secret(base_url: str, row: dict[str, Any]) -> float:
     """Nothing secret is inherited, and what was set is there."""
     ask(base_url, [user("Say")])
     assert "SOME_API_KEY" not in os.environ
-    return float(os.environ["OWN_TOKEN"] == "mine")
+    if row["kind"] == "raises":
+        raise KeyError(os.environ["OWN_TOKEN"])
+    return float(os.environ["OWN_TOKEN"] == "own-value")
 
 
 ORACLE = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.child import Child
-from tba.config.errors import is_secret
+from tba.config.errors import is_secret, masked
 from tba.search.verdicts import DIED, Rejected, Verdict, parse_score
 from tba.tasks import Itemized, Program
 
@@ -83,7 +83,7 @@ class AgentProcess:
                 return
             if why := await self._start():
                 told = f"task.rollout = {self._program.rollout!r} did not start: {why}"
-                raise ChildProcessError(told)
+                raise ChildProcessError(masked(told))
             self.worked = True
 
     async def _start(self) -> str:
@@ -153,7 +153,7 @@ def verdict_of(message: Mapping[str, Any]) -> Verdict:
     """Return the verdict that a result of the program means."""
     match message:
         case {"raised": text}:
-            return Rejected("raised", str(text))
+            return Rejected("raised", masked(str(text)))
         case {"returned": None}:
             return Rejected("none", "rollout returned None")
         case {"returned": dict(rewards)}:

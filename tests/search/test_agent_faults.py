@@ -204,3 +204,13 @@ def test_an_engine_that_fails_ends_the_sessions_of_its_searcher_which_are_held_a
     assert len(set(ports)) == 2  # before and after the restart
     assert len(every) > 2 * len(run.buffer.groups())  # some were held again
     assert not any(map(is_open, {f"http://127.0.0.1:{port}" for port in ports}))
+
+
+@pytest.mark.fault
+def test_an_engine_that_fails_in_this_process_ends_the_run_with_a_checkpoint(agent, tmp_path):
+    own = ("engine=test_agent_faults.FailsOnce", f"engine.folder={tmp_path}/calls")
+    config = run_config(agent, tmp_path, *own, "runtime.use=local", "run.steps=12")
+    with pytest.raises(EngineError, match="out of memory"):
+        run_and_keep(config)
+    assert not psutil.Process().children()
+    check_sessions(run_and_keep(_config([], tmp_path / "run"), tmp_path / "run"))

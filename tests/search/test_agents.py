@@ -125,10 +125,16 @@ def test_a_reply_that_nobody_read_is_not_trained_on(agent, held):
 
 
 def test_a_program_has_the_secrets_that_it_is_given(agent, monkeypatch, held):
+    """What it raises is told without them."""
     monkeypatch.setenv("SOME_API_KEY", "hidden-value")
-    monkeypatch.setenv("MINE", "mine")
-    _, result = held(agent("secret", "1", settings=['task.env={OWN_TOKEN="env:MINE"}']))
-    assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0]
+    monkeypatch.setenv("MINE", "own-value")
+    kinds = ["raises", *["sound"] * 7]
+    rows = [{"prompt": f"Say {i}", "kind": kind} for i, kind in enumerate(kinds)]
+    settings = ['task.env={OWN_TOKEN="env:MINE"}']
+    searcher, result = held(agent("secret", "1", rows=rows, settings=settings))
+    assert result.groups == [] and "KeyError: '***'" in result.stats.last_rejection
+    again = searcher.search(searcher.setup.held_out, seed=1)
+    assert [t.reward for g in again.groups for t in g.trajectories] == [1.0] * 4
 
 
 def test_a_run_trains_on_sessions_and_resumes(agent, tmp_path):
