@@ -118,13 +118,10 @@ def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
 
 def check_unevaluated(config: Config) -> None:
     """Raise ValueError for settings that need held-out prompts, of which there are none."""
-    if config.eval.sets:
-        raise ValueError("eval.sets are evaluated beside the held-out prompts, but there are none")
-    if config.checkpoint.keep_best:
-        key = "checkpoint.keep_best" if config.eval.patience is None else "eval.patience"
+    if config.eval.sets or config.checkpoint.keep_best:
         raise ValueError(
-            f"{key} needs held-out prompts, but there are none; set eval.prompts=128 and a held-out"
-            f" set in [task], or remove {key}"
+            "eval.sets, eval.patience and checkpoint.keep_best need held-out prompts, but there are"
+            " none; set eval.prompts=128 and a held-out set in [task], or remove them"
         )
 
 

@@ -140,7 +140,7 @@ REFUSED = {
     ("eval.every=3", "checkpoint.every=2"): "needs checkpoint.every=3",
     ("checkpoint.every=0",): "needs checkpoint.every=2",
     ("runtime.publish_every=4",): "needs runtime.publish_every=2",
-    ("eval.prompts=0",): "needs held-out prompts, but there are none; set eval.prompts=128",
+    ("eval.prompts=0",): "need held-out prompts, but there are none; set eval.prompts=128",
 }
 
 
@@ -149,7 +149,7 @@ def test_the_best_cannot_be_kept_without_checkpoints_of_what_is_evaluated(
     tiny_model, tmp_path, settings
 ):
     own = (*EVERY_TWO, "checkpoint.keep_best=true", *settings)
-    with pytest.raises(ValueError, match=r"checkpoint.keep_best needs") as error:
+    with pytest.raises(ValueError, match=r"checkpoint.keep_best need") as error:
         run(config(tiny_model, tmp_path / "run", *own))
     assert REFUSED[settings] in str(error.value)
     assert not (tmp_path / "run").exists()

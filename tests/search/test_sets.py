@@ -114,7 +114,7 @@ WRONG = {
     "eval.sets.a.use=toy.Ones task=mixture task.parts.a.use=toy.Ones": (
         "[eval.sets.a]: a part of the task has this name, too"
     ),
-    "eval.sets.a.use=toy.Ones eval.prompts=0": "eval.sets are evaluated beside the held-out",
+    "eval.sets.a.use=toy.Ones eval.prompts=0": "need held-out prompts, but there are none",
 }
 
 
