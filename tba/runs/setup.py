@@ -217,21 +217,16 @@ def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
 
 def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
     """ValueError if the task has tools, or a program, that the run cannot use."""
-    head = objective.at(0).head
-    by_token = objective.at(0).value_rollouts is not None or (head and head.on == "response")
-    if task.program is not None and by_token:
+    first = objective.at(0)
+    goes_back = first.value_rollouts is not None
+    by_token = goes_back or (first.head is not None and first.head.on == "response")
+    if (task.program is not None and by_token) or (task.tools is not None and goes_back):
         raise ValueError(
-            f"objective.use = {config.objective.use!r} has a value for each token or turn, which"
-            " sessions of a program do not have; choose another objective, such as tb"
+            f"objective.use = {config.objective.use!r} needs values in the middle of a response,"
+            " which programs and environments do not have; choose another objective, such as tb"
         )
-    if task.tools is None:
-        return
-    if objective.at(0).value_rollouts is not None:
-        raise ValueError(
-            "task.environment: the objective needs rollouts from the middle of a response, and an"
-            " environment cannot go back there; choose another objective, such as tb"
-        )
-    check_tools(task.tools, prompt, config.reward.isolate)
+    if task.tools is not None:
+        check_tools(task.tools, prompt, config.reward.isolate)
 
 
 def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:

@@ -148,7 +148,7 @@ def test_a_run_trains_on_sessions_and_resumes(agent, tmp_path):
 @pytest.mark.parametrize(
     "settings, why",
     [
-        (["objective=ppo"], "a value for each token or turn"),
+        (["objective=ppo"], "needs values in the middle of a response"),
         (["task.python=/no/such/python"], "no such program"),
         (["task.rollout=nothing.py:f"], "no such file"),
         (["task.rollout=f"], "write package.module:function"),

@@ -262,7 +262,7 @@ def test_an_environment_that_no_reward_takes_stays_with_the_searcher(config, tmp
 def test_objectives_that_need_rollouts_are_refused(config):
     c = config("Hi")
     c = c.model_copy(update={"objective": c.objective.model_copy(update={"use": "vineppo"})})
-    with pytest.raises(ValueError, match="cannot go back there; choose another objective"):
+    with pytest.raises(ValueError, match="which programs and environments do not have; choose"):
         check(c)
 
 
