@@ -34,6 +34,9 @@ def shard(
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduced)
     for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
+    for other in root.children():
+        if other is not model:  # the head of an objective computes in fp32
+            fully_shard(other, mesh=mesh)
     fully_shard(root, reshard_after_forward=False, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -114,17 +114,17 @@ def test_ranks_begin_with_the_model_in_its_files(kind, make_model, pair):
             assert torch.equal(found[name], tensor), name
 
 
-SENT = ["engine.dtype=fp32", "engine.dtype=bf16", "trainer.weights=bf16"]
+SENT = [["engine.dtype=fp32"], ["engine.dtype=bf16"], ["trainer.weights=bf16", "objective=ppo"]]
 
 
-@pytest.mark.parametrize("setting", SENT)
-def test_the_first_rank_sends_whole_tensors_between_steps(setting, make_model, pair):
+@pytest.mark.parametrize("settings", SENT)
+def test_the_first_rank_sends_whole_tensors_between_steps(settings, make_model, pair):
     model = make_model(tied=False)
-    near = 0.05 if setting == "trainer.weights=bf16" else 1e-6
+    near = 0.05 if "trainer.weights=bf16" in settings else 1e-6
     batch = random_batch(1, 3, 4, 6)
-    ours, others = pair(sent, model, (setting,), batch)
+    ours, others = pair(sent, model, tuple(settings), batch)
     assert others == [None] * 4
-    own = trainer(model, setting, STILL)
+    own = trainer(model, *settings, STILL)
     gradients(own, [batch], [10_000])
     expected = [own.send(2).parcel, own.reference(2).parcel] * 2
     for weights, exact in zip(ours, expected, strict=True):
