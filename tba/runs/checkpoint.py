@@ -303,15 +303,12 @@ def choose(
     there = (
         f"the checkpoints in {run} are those of steps {', '.join(map(str, by_step)) or '(none)'}"
     )
+    number = int(step) if str(step).isdecimal() else None
     if step == BEST:
         number = best_step(read_scores(run), by_step)
-        advice = "the best evaluation has no checkpoint, or there is none; set"
-        advice += " checkpoint.keep_best=true, or give --step N"
-    else:
-        number = int(step) if str(step).isdecimal() else None
-        advice = "no such checkpoint; give the number of a step, or best"
     if number is None or number not in by_step:
-        raise ValueError(f"--step {step}: {advice}; {there}")
+        advice = "give the number of a step, or best with checkpoint.keep_best=true"
+        raise ValueError(f"--step {step}: no such checkpoint; {advice}; {there}")
     chosen = by_step[number]
     problems = damage(chosen)
     if problems:

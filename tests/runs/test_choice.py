@@ -93,9 +93,7 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
     with pytest.raises(ValueError, match=r"--step 6: .* is damaged: model/model.safetensors"):
         choose(folder, "6")
     shutil.rmtree(path_of(folder / "checkpoints", 4))
-    with pytest.raises(
-        ValueError, match=r"the best evaluation has no checkpoint, .*keep_best=true"
-    ):
+    with pytest.raises(ValueError, match=r"--step best: no such checkpoint; .*keep_best=true"):
         choose(folder, "best")
     (folder / METRICS).write_text("")
     with pytest.raises(ValueError, match=r"or there is none; .* give --step N"):
