@@ -113,20 +113,16 @@ def check_name(kind: str, name: str) -> None:
 
 
 def _on_path(name: str) -> type:
-    hint = "write `package.module.Class`"
+    hint = "write `package.module.Class`, with @dataclass above the class"
     module_name, _, class_name = name.rpartition(".")
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r}: {hint}")
     try:
-        values = vars(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name!r}: no module {error.name!r} on the path; {hint}") from error
-    if class_name not in values:
-        known = [name for name, value in values.items() if is_plugin(value)]
-        raise ValueError(f"{module_name} has no {class_name!r}{choices(class_name, known)}")
-    if not is_plugin(values[class_name]):
-        raise ValueError(f"{name!r} is not a dataclass; write @dataclass above it")
-    return values[class_name]
+        value: Any = vars(importlib.import_module(module_name)).get(class_name)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise ValueError(f"{name!r}: {error}; {hint}") from error
+    if not is_plugin(value):
+        raise ValueError(f"{name!r}: {module_name} has no such dataclass; {hint}")
+    cls: type = value
+    return cls
 
 
 def is_plugin(value: Any) -> bool:

@@ -29,19 +29,19 @@ class NotOne: ...
 WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "unknown name": ("objectives", "rlo", {}, "no objectives called 'rlo'; did you mean 'rloo'?"),
     "no module": (
-        "objectives", "tba_mine.Mine", {}, "'tba_mine.Mine': no module 'tba_mine' on the path",
+        "objectives", "tba_mine.Mine", {}, "'tba_mine.Mine': No module named 'tba_mine'; write",
     ),
     "no class": (
-        "objectives", "tba_other.Mien", {}, "tba_other has no 'Mien'; did you mean 'Mine'?",
+        "objectives", "tba_other.Mien", {}, "'tba_other.Mien': tba_other has no such dataclass; write",
     ),
     "not a plug-in": (
         "objectives", "tba_other.NotOne", {},
-        "'tba_other.NotOne' is not a dataclass; write @dataclass above it",
+        "'tba_other.NotOne': tba_other has no such dataclass; write",
     ),
     "not a class": (
-        "objectives", "tba_other.dataclass", {}, "'tba_other.dataclass' is not a dataclass",
+        "objectives", "tba_other.dataclass", {}, "'tba_other.dataclass': tba_other has no such",
     ),
-    "no package": ("objectives", ".Mine", {}, "'.Mine': write `package.module.Class`"),
+    "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `package.module.Class`"),
     "unknown option": (
         "objectives", "ppo", {"bta": 0.1},
         "objective.bta: 'ppo' has no such option; did you mean 'beta'?; `tba list ppo` lists all",
