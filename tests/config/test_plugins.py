@@ -32,16 +32,16 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "tba_mine.Mine", {}, "'tba_mine.Mine': No module named 'tba_mine'; write",
     ),
     "no class": (
-        "objectives", "tba_other.Mien", {}, "'tba_other.Mien': tba_other has no such dataclass; write",
+        "objectives", "tba_other.Mien", {}, "'tba_other.Mien': tba_other has no such dataclass",
     ),
     "not a plug-in": (
         "objectives", "tba_other.NotOne", {},
-        "'tba_other.NotOne': tba_other has no such dataclass; write",
+        "'tba_other.NotOne': tba_other has no such dataclass",
     ),
     "not a class": (
         "objectives", "tba_other.dataclass", {}, "'tba_other.dataclass': tba_other has no such",
     ),
-    "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `package.module.Class`"),
+    "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `pa"),
     "unknown option": (
         "objectives", "ppo", {"bta": 0.1},
         "objective.bta: 'ppo' has no such option; did you mean 'beta'?; `tba list ppo` lists all",
