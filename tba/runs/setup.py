@@ -11,7 +11,6 @@ import numpy as np
 from tba.config.errors import about
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
-from tba.config.tables import OFF
 from tba.engines import Engine
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
@@ -252,18 +251,15 @@ def _check_objective(config: Config, objective: Plugin) -> None:
         log.warning(told)
     if not compares(config, objective):
         return
-    lacks: dict[str, str] = {}
-    for name, value in config.sampling.reshaped.items():
-        lacks[f"sampling.{name} = {value}"] = f"without it; set sampling.{name}={OFF[name]}"
-    if config.sampling.explore is not None:
-        lacks["sampling.explore"] = "at sampling.temperature; remove sampling.explore"
-    if config.replay.rollouts is not None:
-        lacks["replay.rollouts"] = "of the reference; remove replay.rollouts"
-    for what, why in lacks.items():
+    c = config
+    others = {"sampling.explore": c.sampling.explore, "replay.rollouts": c.replay.rollouts}
+    refused = [f"sampling.{name}" for name in c.sampling.reshaped]
+    refused += [key for key, value in others.items() if value is not None]
+    if refused:
         raise ValueError(
-            f"{what} does not work with objective.use = {config.objective.use!r}, which compares"
-            f" the policy with the one that sampled: the log-probs are those {why}, or use an"
-            " objective without this comparison, such as plain trajectory balance: objective=tb"
+            f"{' and '.join(refused)} does not work with objective.use = {config.objective.use!r},"
+            " which compares the policy with the one that sampled: those log-probs are not known;"
+            " remove it, or use an objective without this comparison, such as objective=tb"
         )
 
 
