@@ -4,7 +4,6 @@ import json
 import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,14 @@ def check_log(table: LogTable) -> None:
     """
     if not table.wandb:
         return
-    if find_spec("wandb") is None:
-        advice = "pip install -e '.[wandb]', or set log.wandb=false"
-        raise ValueError(f"log.wandb = true needs the package wandb: {advice}")
-    import wandb
-
     try:
+        import wandb
+
         wandb.login()
     except Exception as error:  # also pydantic's, of settings in the environment
         why = str(error).partition("\n")[0]
         raise ValueError(
-            f"log.wandb = true, but Weights & Biases refuses: {why}; type `wandb login`, set"
+            f"log.wandb = true: {why}; pip install -e '.[wandb]', type `wandb login`, set"
             " WANDB_MODE=offline in the environment, or set log.wandb=false"
         ) from error
 
