@@ -16,12 +16,6 @@ __all__ = ["report"]
 def report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Draw the page of runs or of one study, and return its path; ValueError without data."""
     out = out and out.expanduser().resolve()  # a link that the user names is meant
-    studies = [f for f in folders if (f.expanduser() / STUDY).is_file()]
-    if not studies:
-        return report_runs(folders, out)
-    if len(folders) > 1:
-        raise ValueError(
-            f"{studies[0]} is a study, which has a page of its own: type `tba report {studies[0]}`,"
-            " and report the other folders separately"
-        )
-    return report_study(studies[0].expanduser(), out)
+    if len(folders) == 1 and (folders[0].expanduser() / STUDY).is_file():
+        return report_study(folders[0].expanduser(), out)
+    return report_runs(folders, out)

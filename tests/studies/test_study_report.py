@@ -268,10 +268,6 @@ def test_the_last_one_counts_if_a_resumed_run_repeated_an_evaluation():
 
 
 def test_a_report_without_data_is_refused_with_what_to_type(folder, tmp_path):
-    with pytest.raises(
-        ValueError, match=f"which has a page of its own: type `tba report {re.escape(str(folder))}`"
-    ):
-        report([tmp_path, folder])
     empty = tmp_path / "empty"
     empty.mkdir()
     ledger = read_ledger(folder)
