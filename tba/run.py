@@ -301,7 +301,9 @@ class Run:
                     if not due(last, self.config.runtime.publish_every):
                         self.publish()  # else the loop has just done so
                     self.evaluate()
-                ended = "" if complete or not self.out_of_patience else self._why()
+                ended = ""
+                if not complete and self.out_of_patience:
+                    ended = f"eval.patience = {self.config.eval.patience}"
                 complete = complete or ended != ""
                 self.log_evaluations(finish=complete)
                 self.checkpoints.wait()
@@ -327,14 +329,6 @@ class Run:
         summary.write(self.folder)
         self.console.end(summary, self.folder)
         return summary
-
-    def _why(self) -> str:
-        """Return in words why the run ends before `run.steps`."""
-        best = max(sorted(self.scores), key=self.scores.__getitem__)
-        return (
-            f"eval.patience = {self.config.eval.patience}: no evaluation since step {best} had a"
-            f" better sampled score than {self.scores[best]:.3f}"
-        )
 
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
