@@ -179,5 +179,5 @@ def test_top_p_is_refused_for_objectives_that_compare_with_the_sampling_policy(
 ):
     truncated = "sampling.top_p=0.9"
     check(toy_config(tiny_model, tmp_path, truncated))  # tb does not
-    with pytest.raises(ValueError, match=r"top_p = 0\.9 .* set sampling\.top_p=1\.0, or use"):
+    with pytest.raises(ValueError, match=r"sampling\.top_p does not work with objective"):
         check(toy_config(tiny_model, tmp_path, truncated, *settings))
