@@ -143,7 +143,7 @@ def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
 @pytest.mark.parametrize(
     "settings, why",
     [
-        (["runtime.searchers=0"], "runtime.searchers = 0 needs runtime.use=local"),
+        (["runtime.searchers=0"], "runtime.searchers = 0 needs replay.rollouts"),
         (["replay.rollouts=/no/such.jsonl"], "no such file"),
         (["replay.rollouts=x.jsonl", "objective=grpo"], "replay.rollouts does not work with"),
     ],
