@@ -18,7 +18,15 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import pytest
-from build import ENVIRONMENT, as_settings, children, conserved, run_and_keep, steps
+from build import (
+    ENVIRONMENT,
+    as_settings,
+    children,
+    conserved,
+    run_and_keep,
+    steps,
+    wait_until,
+)
 from fakes import count
 from suite import alive, until
 from talk import Script, agent_config, dialogue_config, dialogue_model
@@ -31,7 +39,7 @@ from tba.runs.setup import check
 from tba.search import agents as endpoint_module
 from tba.search.agents import Endpoint
 from tba.search.result import SearchResult
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, Turn
 
 __all__ = ["agent_config", "dialogue_config", "dialogue_model"]  # fixtures
 
@@ -87,7 +95,14 @@ def test_each_session_ends_as_a_trajectory_or_as_a_named_rejection(agent, monkey
     assert trajectories + sum(rejected.values()) == 2 * PROMPTS and set(rejected) == {"died"}
     assert outcome(searches[2]) == (2 * PROMPTS, {})
     assert searches[2].stats.counts["agents/refused"] == 0
-    monkeypatch.setattr(endpoint_module, "WAITING", 16)
+    complete = endpoint.turns._run
+
+    def after_a_refusal(turns: Sequence[Turn]) -> list[Completion]:
+        wait_until(lambda: endpoint.counts["agents/refused"] > 0, 10)
+        return complete(turns)
+
+    monkeypatch.setattr(endpoint_module, "WAITING", 0)
+    monkeypatch.setattr(endpoint.turns, "_run", after_a_refusal)
     full = searcher.search(parts.prompts[64:96], 96)
     assert outcome(full) == (2 * PROMPTS, {})
     assert full.stats.counts["agents/refused"] > 0  # 503, each with the seconds to wait
