@@ -225,12 +225,10 @@ class ShardedTrainer:
 
     def close(self) -> None:
         """End all ranks."""
-
         self._calls.attempt(self._calls.deadline, lambda: [*map(ray.kill, self._ranks)])
 
     def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
         """Let all ranks do the same, and return their results."""
-
         begin = [partial(getattr(actor, method).remote, *arguments) for actor in self._ranks]
         return self._wait(begin, what, self._setup.settings.deadline, "trainer.deadline", passed)
 
