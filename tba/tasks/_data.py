@@ -131,7 +131,7 @@ def _from_file(path: Path) -> Rows:
         return _from_csv(text)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"its suffix is {path.suffix!r}")
-    rows: Rows = json.loads(text) if text.lstrip().startswith("[") else _from_lines(text)
+    rows: Rows = _from_json(text) if text.lstrip().startswith("[") else _from_lines(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be a table, {column: value, ...}")
     return rows
@@ -142,15 +142,36 @@ def _from_lines(text: str) -> Rows:
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): texts may have U+2028
         if line.strip():
             with about(f"line {number}"):
-                rows.append(json.loads(line))
+                rows.append(_from_json(line))
     return rows
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON; ValueError if it has a name twice."""
+    if len(table := dict(pairs)) < len(pairs):
+        check_names([name for name, _ in pairs])
+    return table
+
+
+_from_json = json.JSONDecoder(object_pairs_hook=_table).decode
 
 
 def from_arrow(table: Any) -> Rows:
     """Return the rows of an Arrow table, without decoding images and the like."""
     check_names(table.column_names)
-    rows: Rows = table.to_pylist()
-    return rows
+    columns = [map(_value, column) for column in table.columns]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _value(scalar: Any) -> Any:
+    """Return a value of Arrow; itself if Python cannot hold it, such as a date in the year 10000.
+
+    Its column is then left out, as any other that cannot be passed on, or refused if it is used.
+    """
+    try:
+        return scalar.as_py()
+    except (ValueError, ArithmeticError):
+        return scalar
 
 
 def _from_csv(text: str) -> Rows:

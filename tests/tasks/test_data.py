@@ -145,6 +145,7 @@ WRONG = {
     "broken": ("a.jsonl", '{"prompt": "1"}\n{"prompt": \n', "be read: line 2: Expecting value"),
     "nested too deeply": ("a.jsonl", DEEP, "cannot be read: maximum recursion depth"),
     "not rows": ("a.jsonl", '"prompt"\n', "every row must be a table"),
+    "names": ("a.jsonl", '{"prompt": "1", "prompt": "2"}', "line 1: 2 columns are called 'prom"),
     "not UTF-8": ("a.jsonl", b"\xfc", "'utf-8' codec can't decode byte 0xfc"),
     "broken Parquet": ("a.parquet", "prompt", "Parquet file size is 6 bytes, smaller than the"),
     "suffix": ("a.txt", "prompt", "its suffix is '.txt'; give a file (.jsonl, .json,"),
@@ -180,6 +181,7 @@ ODD: dict[str, tuple[pyarrow.Table, str]] = {
     "bytes": (arrow([None, b"x"], pyarrow.binary()), "bytes"),
     "decimal": (arrow([None, Decimal("0.50")], pyarrow.decimal128(5, 2)), "Decimal"),
     "duration": (arrow([1, 2], pyarrow.duration("ns")), "timedelta|Timedelta"),
+    "far timestamp": (arrow([None, 10**15], pyarrow.timestamp("ms")), "TimestampScalar"),
     "nested": (arrow([[{"x": b"y"}], []], pyarrow.list_(pyarrow.struct({"x": pyarrow.binary()}))),
                "bytes"),
 }  # fmt: skip
