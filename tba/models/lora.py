@@ -35,6 +35,8 @@ ALL = ("all-linear",)
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits, with its part of the scales."""
 SCALES = ("r", "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
+STARTS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
 """Settings of PEFT that change what the tensors of an adapter compute."""
 
 
@@ -361,6 +363,9 @@ def _check_start(model: Any, policy: PolicyTable, start: str) -> None:
         ) from error
     ours = vars(_settings(policy, model))
     differing = [f"{n} = {settings[n]}" for n in SCALES if settings.get(n, ours[n]) != ours[n]]
+    begun = settings.get("init_lora_weights", True)
+    if begun not in STARTS:
+        differing.append(f"init_lora_weights = {begun!r}")
     if differing:
         raise ValueError(
             f"{named}: the adapter has {', '.join(differing)}; set r, alpha and use_rslora in"

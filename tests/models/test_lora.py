@@ -290,7 +290,7 @@ def test_an_adapter_that_does_not_fit_is_refused_first(setting, toy_model, adapt
 def test_an_adapter_that_computes_something_else_is_refused(toy_model, adapter, tmp_path):
     start = shutil.copytree(adapter, tmp_path / "start")
     settings = json.loads((start / SETTINGS).read_text())
-    for change in ({"use_dora": True}, {"alpha_pattern": {"q_proj": 2}}):
+    for change in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         (start / SETTINGS).write_text(json.dumps({**settings, **change}))
         (name,) = change
         with pytest.raises(ValueError, match=f"the adapter has {name} = .*a plain LoRA adapter"):
