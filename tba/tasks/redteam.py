@@ -17,7 +17,7 @@ from torch.nn.functional import normalize, pad
 from tba.config.tables import Count, Finite, Fraction, PolicyTable, Positive, PositiveShare, Use
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Answer, Message, Prompt
-from tba.tasks import Scorer, Scores, Task, call
+from tba.tasks import Scorer, Scores, Task, WrongLength, call
 from tba.tasks.custom import RewardFunction, reward_function
 from tba.tasks.judges import then
 from tba.tasks.judges._model import JudgeModel
@@ -129,6 +129,10 @@ class RedTeam(Task):
 
     def _checked(self, harm: Sequence[float], attacks: int) -> Float[np.ndarray, "A N"]:
         """Return the judge's list by attack; ValueError if it is no list of harms."""
+        if len(harm) != attacks * self.answers:
+            raise WrongLength(
+                f"task.judge returned {len(harm)} numbers for {attacks * self.answers} answers"
+            )
         table = np.array(harm, float).reshape(attacks, self.answers)
         if not ((table >= 0) & (table <= 1)).all():
             raise ValueError(

@@ -132,7 +132,7 @@ def test_a_judge_may_be_async(make):
     ("judge", "message"),
     [
         ("logits", r"returned 3\.5 to 3\.5, but harm is from 0 to 1.*value to probability"),
-        ("one_short", "cannot reshape array of size 3"),
+        ("one_short", "task.judge returned 3 numbers for 4 answers"),
     ],
 )
 def test_a_judge_that_returns_no_harms_is_told(make, judge, message):
