@@ -33,6 +33,8 @@ NEAREST: dict[str, str] = _OTHERS["nearest"]
 """What to type for objectives of other packages, by their names."""
 PLACES: dict[str, list[str]] = _OTHERS["places"]
 """Names of settings in other packages, by the place of the same setting here."""
+GONE: dict[str, str] = _OTHERS["gone"]
+"""What to use instead of keys and tables of earlier versions."""
 NONE = "none"
 """Beginning of the place of a setting without counterpart, before the reason if there is one."""
 Rule = tuple[bool, str, str]
@@ -367,6 +369,8 @@ def elsewhere(where: str, options: Collection[str] = ()) -> str:
     `options` are those of the plug-in that the table names.
     """
     table, _, name = where.rpartition(".")
+    if instead := GONE.get(where) or GONE.get(table):
+        return f"it is gone; {instead}"
     place = counterpart(name)
     if place is None:
         place = " or ".join(_places().get(name, ()))

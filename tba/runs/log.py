@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from tba.config.errors import about
 from tba.config.schema import Config, read_json
 from tba.runs.files import write_whole
 
@@ -83,7 +84,9 @@ def read_config(run: Path) -> Config:
     """Return the config of a run; ValueError if the folder is not one of a run."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
-    return Config(**read_json(run / CONFIG))
+    tables = read_json(run / CONFIG)
+    with about(str(run / CONFIG)):
+        return Config(**tables)
 
 
 def with_relative_paths(config: Any) -> Any:

@@ -37,6 +37,7 @@ MISTAKES = {
     "train --dry-run --gpus 4": "--gpus 4: write number x GB of each, such as --gpus 4x80",
     "train --resume nowhere": "nowhere is not the folder of a run",
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
+    "train --resume old": "old/config.json: unknown key 'warn.kl': it is gone",
     "train --rescore": "need --resume RUN",
     "train run.folder=used": "holds a run",
     "train run.folder=\udce9": "its name is not UTF-8",
@@ -91,6 +92,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., P
     (made / "broken.toml").write_text("run = [\n")
     (made / "no_tokenizer").mkdir()
     (made / "no_tokenizer" / "config.json").write_text("{}")
+    (made / "old").mkdir()
+    (made / "old" / "config.json").write_text('{"warn": {"kl": 1.0}}')
     (made / "used" / "checkpoints").mkdir(parents=True)
     (made / "used" / "config.json").write_text("{}")
     return made
