@@ -265,7 +265,7 @@ def _declared_eos(path: str, config: Any) -> list[int]:
         return [int(i) for i in ids if i is not None]
 
 
-def sources(path: str, remote_code: bool = False) -> dict[str, bool]:
+def sources(path: str, remote_code: bool) -> dict[str, bool]:
     """Return the options of `from_pretrained` that say where files come from."""
     return {"trust_remote_code": remote_code, "local_files_only": _offline(path)}
 

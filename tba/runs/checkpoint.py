@@ -268,7 +268,7 @@ def best_step(scores: Mapping[int, float], kept: Container[int] = ()) -> int | N
     return max(steps, key=lambda step: (scores[step], step in kept), default=None)
 
 
-def without_better(scores: Mapping[int, float], since: int = 0) -> int:
+def without_better(scores: Mapping[int, float], since: int) -> int:
     """Return how many evaluations after step `since` came after the best one."""
     best = max(sorted(scores), key=scores.__getitem__, default=0)
     return sum(step > max(best, since) for step in scores)

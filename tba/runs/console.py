@@ -20,6 +20,8 @@ GREEDY = "  greedy {greedy_reward:.3f}"
 PASS = "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
 PASS += "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
 FIRST_LINE = "loading PyTorch, the tokenizer and the data"
+WIDTH = 100
+"""Most characters of a text in a line."""
 
 
 def announce(config: Config) -> None:
@@ -155,11 +157,11 @@ def in_a_line(scores: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-def _short(text: str, width: int = 100) -> str:
+def _short(text: str) -> str:
     flat = " ".join(text.split())
-    return flat if len(flat) <= width else flat[: width - 1] + "…"
+    return flat if len(flat) <= WIDTH else flat[: WIDTH - 1] + "…"
 
 
-def _end(text: str, width: int = 100) -> str:
+def _end(text: str) -> str:
     """Return the end of a prompt, where its question is."""
-    return _short(text[::-1], width)[::-1]
+    return _short(text[::-1])[::-1]

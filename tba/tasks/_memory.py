@@ -83,9 +83,7 @@ def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | N
     return Passed(rows, functions)
 
 
-def build_task(
-    plugin: Plugin, functions: Functions | None = None, device: str | None = None
-) -> Task:
+def build_task(plugin: Plugin, functions: Functions | None, device: str | None = None) -> Task:
     """Build a task, with the functions passed from Python if its options name no reward.
 
     With a device, also load its models there: it then scores in this process.
