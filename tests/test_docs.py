@@ -86,6 +86,15 @@ def test_the_configs_of_the_scaling_page_are_accepted():
         assert config.policy.lora is None or config.trainer.learning_rate == 3e-4
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/agents.md", "docs/quickstart.md"])
+def test_the_configs_that_are_to_be_copied_are_accepted(page):
+    tables = re.findall(r"```toml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    whole = [text for text in tables if "[policy]" in text]
+    assert whole
+    for text in whole:
+        resolve_all(Config(**tomllib.loads(text)))
+
+
 def test_the_cluster_of_the_scaling_page_is_one_of_kuberay():
     """All pods have GPUs, shared memory of their own, and the volume that `tba train` is told."""
     (text,) = re.findall(
