@@ -203,11 +203,9 @@ ISOLATION_DEADLINE = 1.5
 """Seconds for each answer."""
 
 
-def guard_of(
-    function: Callable[..., Any], deadline: float = ISOLATION_DEADLINE, max_memory: float = 1.0
-) -> Scoring:
+def guard_of(function: Callable[..., Any], deadline: float = ISOLATION_DEADLINE) -> Scoring:
     task = partial(Custom, data="", reward="", passed=(function,))
-    return Scoring({"": task()}, ScoringProcess({"": task}, max_memory), deadline)
+    return Scoring({"": task()}, ScoringProcess({"": task}, 1.0), deadline)
 
 
 def isolation_judge(guard: Scoring, *groups: Sequence[str]) -> list[list[Verdict]]:

@@ -190,10 +190,10 @@ def log_probs(policy: Policy, prompt: np.ndarray, tokens: np.ndarray) -> np.ndar
     return policy.logp(collate_tokens([prompt], [[tokens]]))[0, 0].numpy()
 
 
-def weights_of(policy: Policy, version: int, prompt: int = PROMPT) -> Weights:
+def weights_of(policy: Policy, version: int) -> Weights:
     """The weights of a policy, with a probe of random tokens, another for each version."""
     rng = np.random.default_rng(version)
-    context, tokens = (rng.integers(2, 14, n).astype(np.int32) for n in (prompt, RESPONSE))
+    context, tokens = (rng.integers(2, 14, n).astype(np.int32) for n in (PROMPT, RESPONSE))
     probe = Probe(context, tokens, log_probs(policy, context, tokens), TEMPERATURE)
     return pack(policy.model, version, bf16=False, probe=probe)
 

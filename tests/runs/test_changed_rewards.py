@@ -162,12 +162,12 @@ def test_weights_and_grader_options_count_and_those_of_prompts_do_not():
     assert two.changed(one) == ["task.format_weight", "the version of tba"]
 
 
-def in_memory(code: str, name: str = "f") -> RewardSource:
-    """Return what counts of a function that was written in a notebook."""
+def in_memory(code: str) -> RewardSource:
+    """Return what counts of a function `f` that was written in a notebook."""
     scope: dict[str, Any] = {"__name__": "__main__", "functools": functools}
     exec(code, scope)
     found = RewardSource()
-    found.add_memory("reward=", (scope[name],))
+    found.add_memory("reward=", (scope["f"],))
     return found
 
 

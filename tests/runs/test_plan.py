@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "constant lag": ("runtime.lag=1", "runtime.publish_every=1"),
 }
 RATES = Rates(decode=100, train=50, prompt=9, response=5, judge=0, network=1)
+SLOW = Rates(decode=20, train=50, prompt=9, response=5, judge=0, network=1)
 
 
 def scripted(model: Path, folder: Path, *settings: str) -> Config:
@@ -48,22 +49,18 @@ def test_the_slower_of_search_and_training_sets_the_pace():
     assert groups_a_step(once) == 3
     alone = forecast(once, RATES, published=0, searchers=1)
     assert (alone.step, alone.bottleneck, alone.found) == (1.2, "training", 5)
-    slow = forecast(once, replace_decode(20), published=0, searchers=1)
+    slow = forecast(once, SLOW, published=0, searchers=1)
     assert (slow.step, slow.bottleneck) == (3.0, "search")
     assert slow.trainer_waits == pytest.approx(0.6)
-    assert forecast(once, replace_decode(20), 0, searchers=2).step == pytest.approx(1.5)
+    assert forecast(once, SLOW, 0, searchers=2).step == pytest.approx(1.5)
     reused = sample("runtime.max_reuse=4")
-    assert forecast(reused, replace_decode(20), 0, searchers=1).step == 1.2
+    assert forecast(reused, SLOW, 0, searchers=1).step == 1.2
     lockstep = sample("runtime.lag=0")
     one = forecast(lockstep, RATES, published=0, searchers=1)
     assert one.step == pytest.approx(1.2 + 2 * 2 * 0.2) and one.lag == 0
     late = forecast(once, RATES, published=30e9, searchers=1)
     assert late.bottleneck == "publication" and late.lag > 20
     assert forecast(once, RATES, 0, searchers=1024).bottleneck == "intake of the driver"
-
-
-def replace_decode(decode: float) -> Rates:
-    return Rates(decode=decode, train=50, prompt=9, response=5, judge=0, network=1)
 
 
 def test_rewards_are_waited_for_beside_other_searches():

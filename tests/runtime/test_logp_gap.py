@@ -13,10 +13,10 @@ from tba.runs.log import METRICS, read
 from tba.search.searcher import LogpGapError
 
 
-def wrong(model: Path, folder: Path, engine: str = "fakes.Wrong", **options: object) -> Config:
+def wrong(model: Path, folder: Path, **options: object) -> Config:
     """Return a local run of eight steps, each with a weight update."""
     calls = folder / "calls"
-    given = (f"engine={engine}", f"engine.folder={calls}", "run.steps=8", "eval.prompts=0")
+    given = ("engine=fakes.Wrong", f"engine.folder={calls}", "run.steps=8", "eval.prompts=0")
     whole = config(model, folder / "run", *given, "checkpoint.every=0")
     return with_options(whole, **options)
 

@@ -10,10 +10,7 @@ from tba.prompt import Answer, Prompt
 from tba.tasks.gsm8k import Gsm8k
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
-
-
-def question(gold: str) -> Prompt:
-    return Prompt("0", "How many?", {"answer": f"3 + 4 = <<3+4=7>>7 a day.\n#### {gold}"})
+QUESTION = Prompt("0", "How many?", {"answer": "3 + 4 = <<3+4=7>>7 a day.\n#### 7"})
 
 
 @pytest.mark.skipif(
@@ -70,8 +67,8 @@ def test_an_answer_in_the_format_has_its_weight():
     """The format is that of the data set: a last line `#### number`, and no cut-off."""
     texts = ("So 7.\n#### 7", "#### $1,080 \n", "7", "#### 7\nor 8", "####", "#### seven")
     task = Gsm8k(format_weight=0.25)
-    scores = task.score(question("7"), [Answer(text, finished=True) for text in texts])
+    scores = task.score(QUESTION, [Answer(text, finished=True) for text in texts])
     assert scores == [1.25, 0.25, 1.0, 0.0, 0.0, 0.0]
-    assert task.score(question("7"), [Answer("#### 7", finished=False)]) == [1.0]
+    assert task.score(QUESTION, [Answer("#### 7", finished=False)]) == [1.0]
     with pytest.raises(ValueError, match=r"task\.format_weight = 1\.5: Input should be less than"):
         resolve("tasks", "task", "gsm8k", {"format_weight": 1.5})
