@@ -275,7 +275,8 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         near = sorted(str(p.parent) for p in path.glob(f"*/{log.CONFIG}"))
         raise ValueError(
             f"{path} is not a run folder: it has no {log.CONFIG}; type"
-            f" `tba report {' '.join(near[:3]) or 'RUN'}` with the folder that `tba train` printed"
+            f" `tba report {' '.join(near[:3]) or 'RUN'}` with the folder that `tba train` printed;"
+            " a study is reported alone"
         )
     needed = ["step", "samples_generated", "searchers/rejected", *LAG, *WAITS.values()]
     metrics = pd.DataFrame(read(path / log.METRICS), dtype=float)

@@ -22,6 +22,7 @@ from tba.runs.checks import check_step
 from tba.runs.generations import step_of
 from tba.runs.log import Replay
 from tba.runs.memory import Machine, Needs, this_machine
+from tba.runs.rollouts import described, read_rollouts
 from tba.runs.setup import RunSetup, check
 from tba.runs.stored import choose_resumed
 from tba.runtime.placement import device_here
@@ -69,6 +70,9 @@ def dry_run(
         what = "prompts are plain text, but there is a chat template"
         lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
     lines += [f"note: {note}" for note in setup.notes]
+    rollouts = setup.config.replay.rollouts
+    if rollouts is not None and resume is None:
+        lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
     lines += [_length(setup), *_memory(setup, planned)]
     if planned is None and setup.task.program is not None:
         lines += _held(setup)

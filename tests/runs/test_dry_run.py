@@ -212,6 +212,15 @@ def test_each_part_of_a_mixture_is_tried(config):
     assert told[:8] == first + second
 
 
+def test_logged_rollouts_are_read(config, tmp_path):
+    file = tmp_path / "logged.jsonl"
+    given = config("length", replay={"rollouts": str(file)})
+    with pytest.raises(ValueError, match=r"replay\.rollouts = .*: no such file"):
+        dry_run(given)
+    file.write_text('{"prompt": "1+1=", "completion": "2", "reward": 1.0}\n')
+    assert "1 logged rollouts of 1 prompts" in dry_run(given)[1]
+
+
 def test_the_config_is_printed_as_a_run_stores_it(config):
     given = config("length", objective={"use": "rloo", "beta": 0.3})
     tables, _ = dry_run(given)
