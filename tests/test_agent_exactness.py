@@ -47,8 +47,9 @@ def forgotten(prompt: str) -> talk.Rewrite:
 PROGRAMS = {"oracle": None, "rewritten_oracle": rewritten}
 
 
-def config_of(program: str, folder: Path, *settings: str) -> Config:
-    rows = [{"prompt": t, "first": f, "row": i} for i in range(200) for t, f in talk.TEXTS.items()]
+def config_of(program: str, folder: Path, *settings: str, copies: int = 200) -> Config:
+    texts = talk.TEXTS.items()
+    rows = [{"prompt": t, "first": f, "row": i} for i in range(copies) for t, f in texts]
     rows += [{"prompt": "221", "first": f, "row": 0} for f in "12"]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -219,8 +220,9 @@ def test_on_policy_sessions_lead_to_the_optimum(program, tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_policy_that_forgets_ends_at_the_best_that_it_can_reach(tmp_path):
     """On-policy. What another policy sampled leads elsewhere: docs/agents.md has the figure."""
-    settings = ("runtime.lag=0", "strategy=recent", "run.steps=250")
-    run = run_and_keep(config_of("forgetful_oracle", tmp_path, *settings))
+    settings = ("runtime.lag=0", "strategy=recent", "trainer.learning_rate=3e-3", "run.steps=600")
+    in_turn = ("selection=cyclic", *settings)  # each step has each prompt once
+    run = run_and_keep(config_of("forgetful_oracle", tmp_path, *in_turn, copies=1))
     parts = run.parts
     reference = first_policy(parts.config)
     every = [talk.group_of_all(p, reference, forgotten) for p in parts.prompts[:3]]
@@ -231,4 +233,4 @@ def test_a_policy_that_forgets_ends_at_the_best_that_it_can_reach(tmp_path):
     off_policy = best - value_of(replayed(parts, groups), every)
     print(f"forgetful: {on_policy:.5f} on-policy, {off_policy:.5f} from another policy's sessions")
     print(f"before: {best - value_of(reference, every):.5f}")
-    assert abs(on_policy) < 1e-3
+    assert abs(on_policy) < 2e-3
