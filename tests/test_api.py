@@ -320,3 +320,15 @@ def test_rows_may_be_a_data_set_or_a_data_frame():
     ]
     assert to_rows("data", frame) == to_rows("data", datasets.Dataset.from_list(rows)) == rows
     assert {type(row["level"]) for row in to_rows("data", frame)} == {int}
+
+
+def test_a_function_of_a_module_that_no_process_could_import_is_refused(tiny_model, tmp_path):
+    namespace: dict[str, Any] = {"__name__": "typed_in_somewhere"}
+    exec("def reward(completions):\n    return [0.0] * len(completions)", namespace)
+    with pytest.raises(ValueError, match="cannot import 'typed_in_somewhere'; put its folder on"):
+        tba.train(
+            config(tiny_model, tmp_path / "run", "runtime.use=ray", "task=custom",
+                   "task.held_out_size=2"),
+            data=ROWS,
+            reward=namespace["reward"],
+        )  # fmt: skip

@@ -1,7 +1,9 @@
 """Rows and reward functions that are passed from Python, and how tasks are built with them."""
 
+import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -125,6 +127,15 @@ def to_send(functions: Functions | None, config: Config) -> Functions | bytes | 
         return None
     if config.runtime.use == "local" and config.reward.isolate == "none":
         return functions
+    for function in functions:
+        named = function if inspect.isroutine(function) else type(function)
+        module = named.__module__.split(".")[0]
+        known = module in ("__main__", "builtins")
+        if not known and not any(finder.find_spec(module, None) for finder in sys.meta_path):
+            raise ValueError(
+                f"reward= cannot be sent to another process, which cannot import {module!r}; put"
+                " its folder on sys.path, or set runtime.use=local and reward.isolate=none"
+            )
     try:
         return cloudpickle.dumps(functions)
     except Exception as error:  # the functions' own objects decide what is raised

@@ -376,11 +376,9 @@ def test_the_charts_of_a_study_follow_the_theme(browser, tmp_path, width, scheme
         (run / SUMMARY).write_text(json.dumps(summary))
         (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
         trials.append(Trial("g", folder, HOSTILE, settings, settings, "finished"))
-    Ledger(HOSTILE, None, trials, {HOSTILE: {"sampled_pass@1": 0.5, "seconds": 50.0}}).write(
-        tmp_path
-    )
+    Ledger(HOSTILE, None, trials).write(tmp_path)
     with opened(browser, report([tmp_path]), width, scheme, ".study canvas") as page:
-        until(page, "document.querySelectorAll('canvas').length === 3")
+        until(page, "document.querySelectorAll('canvas').length === 2")
         assert page.locator("h1").inner_text() == HOSTILE and page.title() != "stolen"
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         against = page.locator("#g_against .plot")
