@@ -37,7 +37,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Said:
-    """What a message says, in a form in which equal messages are equal."""
+    """Contents of a message, in a form in which equal messages are equal."""
 
     text: str
     thoughts: str
