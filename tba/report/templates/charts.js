@@ -158,7 +158,7 @@ function draw(place) {
       share: { range: rangeOf("share", cut.share) },
     },
     axes: [
-      axisOf("", { size: below, ...(own.ticks ? { splits: () => own.ticks } : {}) }),
+      axisOf("", { size: below, ...(own.ticks ? { splits: () => own.ticks, filter: (_, splits) => splits } : {}) }),
       axisOf(chart.form, { size: beside, space: apart }),
       axisOf("share", { scale: "share", side: 1, show: chart.shares?.length > 0, size: beside, space: apart, grid: { show: false } }),
     ],
