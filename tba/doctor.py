@@ -21,14 +21,13 @@ from tba.config.plugins import find, with_defaults
 from tba.config.schema import Config, assign_all
 from tba.engines import Engine, logp_gap_limit
 from tba.runs.checkpoint import checkpoint_size
-from tba.runs.checks import check_start
+from tba.runs.checks import SHARED, check_start
 from tba.runs.files import is_full
 from tba.runs.generations import files_of
 from tba.runs.log import CHECKPOINTS
 from tba.runs.summary import installed
 from tba.types import collate
 
-SHARED = Path("/dev/shm")
 SHARED_ADVICE = "Ray and NCCL need it; mount a tmpfs there (with Docker: --shm-size=8g)"
 LEAST_SHARED = 2**28  # Docker's default is 2**26
 DISK_ADVICE = "free some space, or choose another disk with run.folder=…"

@@ -1,9 +1,11 @@
 """Checks of a command that need no PyTorch, whose import takes seconds; the config of a run."""
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
@@ -14,8 +16,14 @@ from tba.runs import log
 from tba.runs.files import check_usable
 from tba.tasks._memory import Passed, build_task
 
+SHARED = Path("/dev/shm")
+"""Folder of shared memory."""
 IMPORT_TORCH = ("objectives", "engines")
 """Plug-ins whose options are checked later."""
+SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
+"""Socket of a private Ray below the temporary folder, without the process id at its end."""
+LONGEST = 107
+"""Bytes of the longest path of a socket."""
 LONGEST_NAME = 255
 """Bytes of the longest name of a file."""
 VOCABULARY = re.compile("token|vocab|merges|piece")
@@ -66,6 +74,8 @@ def check_start(config: Config, resume: Path | None, passed: Passed | None = Non
     check_usable(folder)
     if resume is None:
         log.check_unused(folder)
+    if config.runtime.use == "ray" and config.runtime.address is None:
+        _check_folders_of_ray()
     check_config(config, passed, folder)
 
 
@@ -131,6 +141,32 @@ def check_new_file(run: Path, out: Path) -> None:
     check_usable(out.parent, key="the folder of the file")
     if out.exists():
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
+
+
+def _check_folders_of_ray() -> None:
+    """Raise ValueError if Ray cannot make its folder, its sockets or its shared memory."""
+    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    folder = Path(os.environ.get(name) or "/tmp").absolute()
+    advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
+    excess = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}")) - LONGEST
+    if excess > 0:
+        raise ValueError(
+            f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; {advice}"
+        )
+    _check_writable(folder, f"{name} = {str(folder)!r}", advice)
+    if SHARED.exists():  # else Ray uses its folder
+        advice = "mount a tmpfs there, or set runtime.use=local"
+        _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
+
+
+def _check_writable(folder: Path, named: str, advice: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"{named} cannot be written to: {why}; {advice}") from error
 
 
 def _check_tokenizer(folder: Path) -> None:

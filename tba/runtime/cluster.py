@@ -35,7 +35,7 @@ from tba.config.runtime import RuntimeTable
 from tba.config.tables import PolicyTable
 from tba.engines import EngineError
 from tba.runtime import placement
-from tba.runtime.deadline import Calls, ClusterLostError
+from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.weights import Probe, Sent, Weights, as_view
@@ -53,8 +53,9 @@ INLINE = 2**28
 SENT = 2**26
 """Bytes that are sent to each machine to see how fast the network is."""
 
-LEAVING = 20.0
-"""Seconds for leaving Ray, after which it is abandoned."""
+LEAVING = 30.0
+LEAVING_LOST = 10.0
+"""Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
 
 REACHED = 1.0
 """Seconds in which a machine of the cluster must accept a connection, or it is lost."""
@@ -192,29 +193,33 @@ class Connection:
             home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
             folder = Path(home).absolute() / f"tba-{secrets.token_hex(4)}"
             self._watcher = Child("tba.child:clean_up_after_parent", mark, str(folder), os.getpid())
+            folder.mkdir(mode=0o700)
             self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
             processes = settings.most_searchers + ranks
             start = partial(_start_private, processes, mark, folder)
         try:
-            self.calls.within(settings.start_deadline, "start", start)
+            context: Any = self.calls.within(settings.start_deadline, "start", start)
+            info = context.address_info
+            watched = processes_of_ray(info["session_dir"], info["raylet_socket_name"])
+            self.calls.watch(watched)
         except BaseException as error:
             self.calls.lose("it has not started")
             self.close()
-            if self._watcher is None or not isinstance(error, Exception):
-                raise
-            late = "it needs more than runtime.start_deadline"
-            why = late if isinstance(error, ClusterLostError) else error
-            raise ValueError(
-                f"Ray does not start here: {why}. `tba doctor` examines this machine; RAY_TMPDIR"
-                " names another folder for Ray's files, and runtime.use=local needs no Ray"
-            ) from error
+            if isinstance(error, ClusterLostError) and self._watcher is not None:
+                raise TimeoutError(
+                    f"Ray did not start within runtime.start_deadline = {settings.start_deadline:g}"
+                    " s: this machine is too busy; end other programs and try again, or set"
+                    " runtime.use=local"
+                ) from error
+            raise
 
     def close(self) -> None:
         """Leave a cluster, or end the private Ray with all of its processes."""
+        self.calls.look(patience=0.0)  # a process that is stopped cannot end Ray
         lost = self.calls.lost
         if lost:
             self._clean_up()  # what does not answer is killed first
-        left = self.calls.attempt(LEAVING, ray.shutdown)
+        left = self.calls.attempt(LEAVING_LOST if lost else LEAVING, ray.shutdown)
         if lost or not left:
             atexit.unregister(ray.shutdown)  # it would be waited for again
         self._clean_up()  # Ray makes its folder anew while it leaves
@@ -225,7 +230,6 @@ class Connection:
 
 def _start_private(processes: int, mark: str, folder: Path) -> Any:
     """Start a private Ray for so many processes, with the GPUs of this machine."""
-    folder.mkdir(mode=0o700)
     # at Ray's default of 15, any other program on its core starves a searcher
     os.environ.setdefault("RAY_worker_niceness", "0")
     before = os.environ.get(MARK, "")

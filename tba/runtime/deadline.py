@@ -1,4 +1,4 @@
-"""Calls to Ray with a deadline, and its environment.
+"""Calls to Ray with a deadline, the watch over Ray's processes, and its environment.
 
 A call to Ray may never return, because its processes have been stopped or killed. Python cannot
 interrupt such a call, and while the main thread is in it, signals have no effect. Another thread
@@ -9,17 +9,24 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import psutil
+
 from tba.engines import SearchError
 from tba.learn import TrainerLost
 
 T = TypeVar("T")
+
+EVERY = 0.5
+"""Seconds between two looks at Ray's processes."""
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
@@ -57,6 +64,9 @@ class Calls:
         self._idle = threading.Semaphore(0)
         """Threads that wait for a call. They stay: Linux kills what a thread has started when that
         thread ends (PR_SET_PDEATHSIG), and one of them has started Ray."""
+        self._processes: Mapping[str, psutil.Process] = {}
+        self._stopped: Counter[str] = Counter()
+        """Looks at which each process was seen stopped."""
 
     @property
     def lost(self) -> bool:
@@ -85,6 +95,9 @@ class Calls:
         if not future.done():
             self.lose(f"it did not {what} within {seconds:g} s")
             self.check()
+        if future.exception() is not None:
+            self.look(self.deadline)  # the call may have failed because Ray has died
+            self.check()
         return future.result()
 
     def attempt(self, seconds: float, function: Callable[..., Any]) -> bool:
@@ -93,10 +106,36 @@ class Calls:
         wait([future], seconds)
         return future.done()
 
+    def watch(self, processes: Mapping[str, psutil.Process]) -> None:
+        """Lose Ray as soon as one of its processes, by name, has died or is stopped too long."""
+        self._processes = processes
+        threading.Thread(target=self._watch, daemon=True, name="watch over ray").start()
+
+    def look(self, patience: float) -> None:
+        """Lose Ray if a process of it has died, or is stopped for so many seconds."""
+        for name, process in self._processes.items():
+            try:
+                status = process.status()
+            except psutil.NoSuchProcess:
+                status = psutil.STATUS_DEAD
+            if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+                self.lose(f"its {name} (process {process.pid}) has died")
+            elif status != psutil.STATUS_STOPPED:
+                self._stopped[name] = 0
+            elif self._stopped[name] * EVERY >= patience:
+                self.lose(f"its {name} (process {process.pid}) is stopped")
+            else:  # not by the clock: this process may have been stopped as well, as by Ctrl-Z
+                self._stopped[name] += 1
+
     def close(self) -> None:
         """End the threads that wait for a call; the others have been abandoned."""
         self.lose("this process has left it")
         self._waiting.put(None)
+
+    def _watch(self) -> None:
+        while not self.lost:
+            time.sleep(EVERY)
+            self.look(self.deadline)
 
     def _begin(self, function: Callable[[], T]) -> "Future[T]":
         """Let a thread call the function: one that waits, or else a new one."""
@@ -116,6 +155,20 @@ class Calls:
             del call, future, function  # they may keep weights alive
             self._idle.release()
         self._waiting.put(None)  # for the next thread
+
+
+def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
+    """Return by name those of Ray's processes that run here.
+
+    The raylet has the socket `raylet`. The GCS of a cluster may be on another machine.
+    """
+    marks = {"gcs_server": session, "raylet": raylet}
+    found = {}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name = process.info["name"]
+        if name in marks and any(marks[name] in word for word in process.info["cmdline"] or ()):
+            found[name] = process
+    return found
 
 
 def bind_ray(address: str | None) -> None:

@@ -324,11 +324,9 @@ class RaySearchers:
     def _restart(self, handle: Handle, why: str) -> None:
         """Replace a searcher, or all searchers of a machine that is lost, and issue their tasks
         again; late results of the old ones are lost."""
-        machine = handle.machine or self._here
-        lost = self._calls("look at a machine", is_lost, machine)
-        if lost and machine == self._here:
-            self._calls.lose("it has died on this machine")
-            self._calls.check()
+        machine = handle.machine
+        elsewhere = machine is not None and machine != self._here
+        lost = elsewhere and self._calls("look at a machine", is_lost, machine)
         with self._changed:
             if handle not in self._pool.handles:  # it was lost with its machine
                 return
@@ -341,7 +339,7 @@ class RaySearchers:
                     " restarts; see why searchers fail, or raise that setting"
                 )
             self._stats.counts["searchers/restarts"] += 1
-            if lost:
+            if lost and machine is not None:
                 ended = self._pool.leave(machine)
                 log.warning(
                     "a machine with %d searchers is lost: they are started on others as soon as"

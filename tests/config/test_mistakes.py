@@ -15,6 +15,7 @@ import tba
 from tba.cli import main
 from tba.config.schema import Config
 from tba.engines import RewardError
+from tba.runs import checks
 
 OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
 
@@ -118,6 +119,30 @@ def test_a_mistake_is_one_sentence(command, folder, capsys, monkeypatch):
     assert err.startswith("error: ") and MISTAKES[command] in err
     assert len(err.splitlines()) == 1 and len(err) < 500 and "abc" not in err
     assert {p for p in folder.rglob("*") if "__pycache__" not in str(p)} <= before
+
+
+ENVIRONMENTS = {
+    "TMPDIR=/tmp/" + "t" * 100: "bytes too long for sockets of Ray; set RAY_TMPDIR=/tmp",
+    "RAY_TMPDIR=/tmp/" + "é" * 40: "RAY_TMPDIR = ",
+    "TMPDIR=/proc": "TMPDIR = '/proc' cannot be written to",
+    "TMPDIR=/dev/null/x": "TMPDIR = '/dev/null/x' cannot be written to: Not a directory",
+}
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+def test_a_temporary_folder_that_ray_cannot_use_is_named(environment, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(*environment.split("="))
+    err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
+    assert err.startswith("error: ") and ENVIRONMENTS[environment] in err
+    assert len(err.splitlines()) == 1
+
+
+def test_shared_memory_that_ray_cannot_use_is_named(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(checks, "SHARED", Path("/proc"))
+    err = told("train run.folder=x runtime.use=ray", capsys, monkeypatch)
+    assert err.startswith("error: shared memory for Ray, /proc, cannot be written to: ")
 
 
 def test_a_locale_without_utf_8_changes_nothing(folder):

@@ -49,7 +49,8 @@ VICTIMS: dict[str, Callable[[Sequence[str]], bool]] = {
     "watcher": named(WATCHER),
 }
 NOTICED = {
-    "raylet": "NOTICED: it has died",
+    "raylet": "NOTICED: its raylet",
+    "GCS": "NOTICED: its gcs_server",
     "searcher": "its tasks are issued again",
 }
 """What a run says when it has noticed that one of them is gone."""
@@ -128,7 +129,7 @@ def kill(case: Case, run: Started, name: str) -> None:
 
 def goes_on_or_ends(run: Started, name: str) -> None:
     """Wait until a run has ended, or else stop it after many more steps."""
-    if name not in ("driver", "raylet"):
+    if name not in ("driver", "raylet", "GCS"):
         at = len(steps(run.folder))
         until(lambda: run.ended() or len(steps(run.folder)) > at + 200, 60)
         run.look()

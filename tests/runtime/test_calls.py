@@ -2,12 +2,14 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tba.runtime.deadline import Calls, ClusterLostError
@@ -57,6 +59,21 @@ def test_results_and_errors_come_from_one_thread_that_keeps_neither():
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert threading.get_ident() != calls("run", threading.get_ident)
+    calls.close()
+
+
+def test_an_error_is_diagnosed():
+    """Calls fail when Ray dies, in many ways: the reason is what counts."""
+    calls = Calls(SECONDS)
+    ended = psutil.Popen([sys.executable, "-c", ""])
+    ended.wait(SECONDS)
+    assert calls("succeed", lambda: 1) == 1
+    calls.watch({"raylet": ended})
+    with pytest.raises(ClusterLostError, match=rf"its raylet \(process {ended.pid}\) has died"):
+        calls("fail", lambda: 1 // 0)
+    calls.lose("another reason")
+    with pytest.raises(ClusterLostError, match="raylet"):
+        calls.check()
     calls.close()
 
 

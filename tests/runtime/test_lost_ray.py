@@ -88,11 +88,9 @@ def saved_step(folder: Path) -> int:
 
 
 @pytest.mark.fault
-def test_a_run_without_ray_is_saved_and_says_how_to_go_on(tiny_model, tmp_path):
-    """Its GCS is stopped, and then a searcher dies, which the GCS would have to restart.
-
-    No step is lost, and no prompt. The last step may be without its row of metrics.
-    """
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_run_without_ray_is_saved_and_says_how_to_go_on(tiny_model, tmp_path, part):
+    """No step is lost, and no prompt. The last step may be without its row of metrics."""
     folder = tmp_path / "run"
     with (
         nothing_is_left() as processes,
@@ -100,14 +98,13 @@ def test_a_run_without_ray_is_saved_and_says_how_to_go_on(tiny_model, tmp_path):
     ):
         assert wait_until(lambda: run.steps() >= 3, SECONDS), run.errors.read_text()
         processes += children(run.process.pid)
-        run.part("gcs_server").suspend()
-        (searcher,) = (p for p in processes if "SearcherActor" in named(p))
-        searcher.kill()
+        victim = run.part(part)
+        victim.suspend()
         status = run.process.wait(timeout=SECONDS)
         assert status in (1, 2), run.errors.read_text()  # 1: Ray had to be abandoned
     step = saved_step(folder)
     told = run.errors.read_text()
-    assert "error: Ray is lost: it did not " in told and "within 3 s" in told
+    assert f"error: Ray is lost: its {part} (process {victim.pid}) is stopped" in told
     assert f"`tba train --resume {folder}` continues from step {step}" in told
     assert 3 <= run.steps() <= step <= run.steps() + 1
     resumed = run_and_keep(_config([f"run.steps={step + 3}"], folder), resume=folder)
@@ -204,21 +201,5 @@ def test_a_ray_that_does_not_start_is_an_error_that_says_why(tiny_model, tmp_pat
         processes += children(run.process.pid)
         assert run.process.wait(timeout=SECONDS) == 2
         told = " ".join(run.errors.read_text().split())
-        assert "Ray does not start here: it needs more than runtime.start_deadline" in told
+        assert "Ray did not start within runtime.start_deadline = 5 s: this machine is" in told
         assert "Traceback" not in told
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize("folder", ["/proc", "/dev/null/x", "too long"])
-def test_a_folder_that_ray_cannot_use_is_told(folder, tiny_model, tmp_path):
-    given = as_settings(config(tiny_model, tmp_path / "run"))
-    if folder == "too long":  # for Ray's sockets
-        (tmp_path / ("t" * 100)).mkdir()
-        folder = str(tmp_path / ("t" * 100))
-    ended = subprocess.run(
-        [sys.executable, "-m", "tba.cli", "train", *given],
-        env={**ENVIRONMENT, "RAY_TMPDIR": folder}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ended.returncode == 2
-    assert "error: Ray does not start here: " in ended.stderr and "RAY_TMPDIR" in ended.stderr
-    assert "Traceback" not in ended.stderr
