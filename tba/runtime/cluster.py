@@ -53,6 +53,9 @@ INLINE = 2**28
 SENT = 2**26
 """Bytes that are sent to each machine to see how fast the network is."""
 
+STARTING = 3.0
+"""Seconds in which Ray's GCS may still start. If it is killed, Ray waits 30 s for its port."""
+
 LEAVING = 30.0
 LEAVING_LOST = 10.0
 """Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
@@ -187,6 +190,7 @@ class Connection:
         self.calls = Calls(settings.cluster_deadline)
         self._watcher: Child | None = None
         self._clean_up: Callable[[], None] = lambda: None
+        self._folder: Path | None = None  # of a private Ray
         start: partial[Any] = partial(ray.init, settings.address, **QUIET)
         if settings.address is None:
             mark = secrets.token_hex(8)
@@ -195,6 +199,7 @@ class Connection:
             self._watcher = Child("tba.child:clean_up_after_parent", mark, str(folder), os.getpid())
             folder.mkdir(mode=0o700)
             self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
+            self._folder = folder
             processes = settings.most_searchers + ranks
             start = partial(_start_private, processes, mark, folder)
         try:
@@ -204,7 +209,8 @@ class Connection:
             self.calls.watch(watched)
         except BaseException as error:
             self.calls.lose("it has not started")
-            self.close()
+            self._await_gcs()
+            self.close(leaving=LEAVING_LOST if isinstance(error, Exception) else 1.0)
             if isinstance(error, ClusterLostError) and self._watcher is not None:
                 raise TimeoutError(
                     f"Ray did not start within runtime.start_deadline = {settings.start_deadline:g}"
@@ -213,13 +219,23 @@ class Connection:
                 ) from error
             raise
 
-    def close(self) -> None:
-        """Leave a cluster, or end the private Ray with all of its processes."""
+    def _await_gcs(self) -> None:
+        """Let a GCS that is starting say its port: Ray waits for it and holds Python's lock."""
+        until = time.monotonic() + STARTING
+        folder = self._folder
+        while folder and time.monotonic() < until and not any(folder.rglob("gcs_server_port*")):
+            time.sleep(0.05)
+
+    def close(self, leaving: float = LEAVING_LOST) -> None:
+        """Leave a cluster, or end the private Ray with all of its processes.
+
+        A Ray that is lost is abandoned after `leaving` seconds.
+        """
         self.calls.look(patience=0.0)  # a process that is stopped cannot end Ray
         lost = self.calls.lost
         if lost:
             self._clean_up()  # what does not answer is killed first
-        left = self.calls.attempt(LEAVING_LOST if lost else LEAVING, ray.shutdown)
+        left = self.calls.attempt(leaving if lost else LEAVING, ray.shutdown)
         if lost or not left:
             atexit.unregister(ray.shutdown)  # it would be waited for again
         self._clean_up()  # Ray makes its folder anew while it leaves
