@@ -141,7 +141,7 @@ def test_a_second_signal_leaves_at_once_although_ray_is_stopped(tiny_model, tmp_
             run.part(part).suspend()
         run.process.send_signal(signal.SIGTERM)
         run.process.send_signal(signal.SIGINT)
-        assert run.process.wait(timeout=SECONDS) != 0
+        assert run.process.wait(timeout=SECONDS) != 0, run.errors.read_text()
 
 
 @pytest.mark.fault
