@@ -38,7 +38,7 @@ FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
 # most cases wait rather than compute, but a busy machine misses deadlines
 FAULTS_PROCESSES ?= 3
 
-faults: $(VENV)/installed  ## the suite of faults: 20 minutes on two cores; FULL=1 runs all of it and runs what staleness.json lacks
+faults: $(VENV)/installed  ## the suite of faults: 20 minutes on two cores; FULL=1 runs all of it and continues where it stopped
 	@test -n "$(FULL)" || rm -f $(FAULTS)
 	@cited=$$($(BIN)/python scripts/write_reliability.py --cited) || exit; \
 		FULL=$(FULL) FAULTS=$(FAULTS) $(BIN)/python -m pytest -n $(FAULTS_PROCESSES) --dist worksteal -m "not gpu" \
