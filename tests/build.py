@@ -21,6 +21,7 @@ import pytest
 import torch
 from exact import toy_config
 from suite import alive
+from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -585,3 +586,25 @@ def trainer(model: Path, *settings: str) -> SingleTrainer:
 
 def parameters(t: SingleTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in t.policy.model.parameters()]
+
+
+def counted(counts: list[int], logits: Tensor, ref: Tensor, reward: Tensor) -> tuple[Tensor, Batch]:
+    """Return a group that has each answer, of one token, so often.
+
+    Means over it are expectations under the policy that samples so often.
+    """
+    index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None, :, None]
+    ones = torch.ones(1, 1)
+    sampled = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).log()[index]
+    batch = Batch(
+        ones.long(),
+        ones.bool(),
+        index,
+        torch.ones_like(index).bool(),
+        torch.zeros_like(index).bool(),
+        sampled,
+        ref.log()[index],
+        reward[index[..., 0]],
+        torch.zeros(index.shape),
+    )
+    return logits.log_softmax(0)[index], batch

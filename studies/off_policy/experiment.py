@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from tba.runs.files import write_whole
 from tba.studies.results import curve, read_metrics, write_results
 from tba.studies.sweep import sweep
 
@@ -61,12 +62,12 @@ class Experiment:
     name: str
     condition: str
     """What the conditions are: "lag"."""
-    base: str
-    """File with the settings that all runs share."""
     objectives: Mapping[str, Settings]
     conditions: Mapping[Condition, Settings]
     seconds: float
     """A run on one core with another beside it, with its start."""
+    base: str = "base.toml"
+    """File with the settings that all runs share."""
     rates: Sequence[float] = RATES
     search_seeds: Sequence[int] = (100, 101)
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
@@ -199,19 +200,16 @@ class Experiment:
     def keep(self, rows: Sequence[Row]) -> None:
         ROWS.mkdir(exist_ok=True)
         lines = ",\n".join(json.dumps({k: rounded(v) for k, v in row.items()}) for row in rows)
-        new = self.rows.with_suffix(".new")
-        new.write_text(f"[\n{lines}\n]\n")
-        new.replace(self.rows)
+        write_whole(self.rows, f"[\n{lines}\n]\n")
 
     def final(self) -> Iterator[tuple[str, Condition, list[Row]]]:
         """Yield each cell with its rows of the table; none before they have run."""
-        rows = [row for row in self.known() if row["stage"] == "table"]
-        for objective, c in self.cells():
-            yield (
-                objective,
-                c,
-                [r for r in rows if (r["objective"], r["condition"]) == (objective, c)],
-            )
+        rows: dict[tuple[str, Condition], list[Row]] = {cell: [] for cell in self.cells()}
+        for row in self.known():
+            if row["stage"] == "table":
+                rows[row["objective"], row["condition"]].append(row)
+        for (objective, condition), own in rows.items():
+            yield objective, condition, own
 
     def table(self) -> str:
         """Return objective x condition: score ± standard error, rate, schedule, ESS and drop."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -32,41 +33,38 @@ ANSWER = 5
 """Tokens of a prompt and of an answer of the bundled task."""
 PARAMETERS = 0.86e6
 
+brief = partial(Experiment, rates=MIDDLE, search_seeds=(100,), seeds=(0, 1, 2), schedules=False)
+"""An experiment with three rates, one seed to search with, and three for the table."""
+
 
 def some(*names: str) -> dict:
     return {name: OBJECTIVES[name] for name in names}
 
 
-WORKING = Experiment(
+WORKING = brief(
     name="working",
     condition="lag",
-    base="working.toml",
     objectives=some("tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl"),
     conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
     seconds=60,
-    rates=MIDDLE,
-    search_seeds=(100,),
-    seeds=(0, 1, 2),
-    schedules=False,
+    given={
+        "policy.model": "studies/off_policy/model",
+        "task.use": "studies.off_policy.working.WrittenSums",
+        "sampling.max_tokens": 48,
+    },
 )
-REPLAY = Experiment(
+REPLAY = brief(
     name="replay",
     condition="updates per response",
-    base="base.toml",
     objectives=some("tb", "tb tapered", "dr_grpo", "oapl", "cispo"),
     conditions={n: {"runtime.fresh": 8 // n, "runtime.max_reuse": n + 1.0} for n in (1, 2, 4, 8)},
     seconds=25,
-    rates=MIDDLE,
-    search_seeds=(100,),
-    seeds=(0, 1, 2),
-    schedules=False,
     given={"run.steps": 400},
 )
 """A batch has the newest eight prompts, of which 8 / n are new: each response is in n batches."""
-QUANTISED = Experiment(
+QUANTISED = brief(
     name="quantised",
     condition="bits",
-    base="base.toml",
     objectives={
         **some("tb", "tb tapered", "rloo", "dr_grpo", "cispo"),
         "rloo weighted": {**OBJECTIVES["rloo"], "objective.importance": "token"},
@@ -77,10 +75,6 @@ QUANTISED = Experiment(
         for bits in (32, 8, 4)
     },
     seconds=20,
-    rates=MIDDLE,
-    search_seeds=(100,),
-    seeds=(0, 1, 2),
-    schedules=False,
 )
 REAL = Experiment(
     name="real",
@@ -96,10 +90,9 @@ REAL = Experiment(
     wider=1,
 )
 MIXED = {**OBJECTIVES["tb"], "strategy.use": "mixture", "strategy.recent": 0.5}
-WRONG_REWARDS = Experiment(
+WRONG_REWARDS = brief(
     name="wrong_rewards",
     condition="rewards",
-    base="base.toml",
     objectives={
         "tb, replay at random": {**MIXED, "strategy.reward": 0.0},
         "tb, replay by reward": {**MIXED, "strategy.reward": 1.0},
@@ -113,16 +106,11 @@ WRONG_REWARDS = Experiment(
         for kind, share in (("flip", 0.0), ("flip", 0.05), ("flip", 0.2), ("plant", 0.2))
     },
     seconds=14,
-    rates=MIDDLE,
-    search_seeds=(100,),
-    seeds=(0, 1, 2),
-    schedules=False,
 )
 """Half of each batch is new; the other half is replayed."""
 SELECTION = Experiment(
     name="selection",
     condition="sums",
-    base="base.toml",
     objectives={
         name: {**OBJECTIVES["tb"], "selection.use": name, **options}
         for name, options in {

@@ -31,7 +31,6 @@ OBJECTIVES = {
 LAGS = Experiment(
     name="lags",
     condition="lag",
-    base="base.toml",
     objectives=OBJECTIVES,
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16, 64, 256)},
     seconds=14,

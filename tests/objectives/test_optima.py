@@ -5,39 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from build import counted
 from conftest import module_at
 from torch import Tensor
 
 from tba.objectives.oapl import Oapl
 from tba.objectives.tb import TrajectoryBalance
-from tba.types import Batch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = module_at(ROOT / "scripts" / "draw_fixed_value.py")
 REF = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
 REWARD = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64)
-
-
-def group(counts: list[int], logits: Tensor, ref: Tensor, reward: Tensor) -> tuple[Tensor, Batch]:
-    """Return a group that has each answer, of one token, so often.
-
-    Means over it are expectations under the policy that samples so often.
-    """
-    index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None, :, None]
-    ones = torch.ones(1, 1)
-    sampled = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).log()[index]
-    batch = Batch(
-        ones.long(),
-        ones.bool(),
-        index,
-        torch.ones_like(index).bool(),
-        torch.zeros_like(index).bool(),
-        sampled,
-        ref.log()[index],
-        reward[index[..., 0]],
-        torch.zeros(index.shape),
-    )
-    return logits.log_softmax(0)[index], batch
 
 
 def minimum(loss: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
@@ -64,7 +42,7 @@ def test_the_optimum_of_tb_is_the_target_for_every_alpha(alpha):
     beta = 0.4
     objective = TrajectoryBalance(beta, alpha=alpha)
     star = torch.softmax(REF.log() + REWARD / beta, 0)
-    found = minimum(lambda z: objective(*group([2, 5, 3], z, REF, REWARD))[0], REF.log())
+    found = minimum(lambda z: objective(*counted([2, 5, 3], z, REF, REWARD))[0], REF.log())
     assert total_variation(REF, star) > 0.2
     assert total_variation(found, star) < 1e-6
 
@@ -73,7 +51,7 @@ def on_policy_gradient(alpha: float, beta: float) -> tuple[Tensor, Tensor, Tenso
     """Return the gradient of `tb` in the logits, pi = (.2, .5, .3), and the target."""
     pi = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     logits = pi.log().requires_grad_()
-    loss, _ = TrajectoryBalance(beta, alpha=alpha)(*group([2, 5, 3], logits, REF, REWARD))
+    loss, _ = TrajectoryBalance(beta, alpha=alpha)(*counted([2, 5, 3], logits, REF, REWARD))
     return (
         torch.autograd.grad(loss.sum(), logits)[0],
         pi,
@@ -128,7 +106,7 @@ def fixed_value(objective: Oapl | TrajectoryBalance) -> float:
     """Return the distance to the target of an objective's optimum on samples of the reference."""
     ref = torch.tensor([SCRIPT.RIGHT, 1 - SCRIPT.RIGHT], dtype=torch.float64)
     reward = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    found = minimum(lambda z: objective(*group([21, 29], z, ref, reward))[0], ref.log())
+    found = minimum(lambda z: objective(*counted([21, 29], z, ref, reward))[0], ref.log())
     return total_variation(found, torch.softmax(ref.log() + reward / SCRIPT.BETA, 0))
 
 

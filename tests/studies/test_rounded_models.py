@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build import pack
+from build import counted, pack
 from torch import Tensor
 
 from studies.off_policy.quantised import Quantised, rounded
@@ -15,7 +15,7 @@ from tba.engines.transformers import Transformers
 from tba.models.pretrained import load_text
 from tba.objectives.rloo import Rloo
 from tba.objectives.tb import TrajectoryBalance
-from tba.types import Batch, Completion, Sampling
+from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 SEARCH = Sampling(4, 1.0, 5)
@@ -92,22 +92,7 @@ def sampled(logits: Tensor) -> list[int]:
 
 def gradient(objective: TrajectoryBalance | Rloo, logits: Tensor) -> Tensor:
     """Return the expected gradient in the logits, of answers of the rounded policy."""
-    counts = torch.tensor(sampled(logits.detach()))
-    index = torch.repeat_interleave(torch.arange(3), counts)[None, :, None]
-    ones = torch.ones(1, 1)
-    mu = counts.double() / counts.sum()
-    batch = Batch(
-        ones.long(),
-        ones.bool(),
-        index,
-        torch.ones_like(index).bool(),
-        torch.zeros_like(index).bool(),
-        mu.log()[index],
-        REF.log()[index],
-        REWARD[index[..., 0]],
-        torch.zeros(index.shape),
-    )
-    loss, _ = objective(logits.log_softmax(0)[index], batch)
+    loss, _ = objective(*counted(sampled(logits.detach()), logits, REF, REWARD))
     return torch.autograd.grad(loss.sum(), logits)[0]
 
 
