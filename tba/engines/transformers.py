@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.schema import Config
 from tba.config.tables import Positive
 from tba.engines import Engine, SharedLock
+from tba.engines._choice import StopStrings, choose
 from tba.models.cache import (
     EVERYONE,
     NOBODY,
@@ -73,6 +74,7 @@ class Transformers(Engine):
         self._autocast = bf16 and self.policy.lora is not None
         self.model = load_placed(self.policy, self.device, bf16, dtype)
         self._batches = threading.Lock()  # one batch at a time
+        self._stop: StopStrings | None = None  # of the latest batch
         self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
 
     def generate(
@@ -195,11 +197,16 @@ class Transformers(Engine):
     def _stopped(
         self, drawn: "_Drawn", rows: Int[Tensor, " N"], stop: tuple[str, ...]
     ) -> Bool[Tensor, " N"]:
-        """Return which of these rows have a stop string in their text."""
-        responses = drawn.tokens[rows, : drawn.step].cpu().numpy()
-        texts = map(self.text.decode, responses)
-        stopped = [any(each in text for each in stop) for text in texts]
-        return torch.tensor(stopped, dtype=torch.bool, device=self.device)
+        """Return which of these rows have just completed a stop string."""
+        if self._stop is None or self._stop.stop != stop:
+            self._stop = StopStrings(self.text, stop, self.device)
+        newest = drawn.tokens[rows, drawn.step - 1].long()
+        stopped = self._stop.possible[newest] & ~drawn.ended(rows)
+        places = stopped.nonzero().squeeze(1)
+        responses = drawn.tokens[rows[places], : drawn.step].cpu().numpy()
+        completed = [self._stop.completed(tokens) for tokens in responses]
+        stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
+        return stopped
 
     def _choose(
         self,
@@ -289,46 +296,6 @@ def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S 
     """Return the random numbers in (0, 1] of the samples of the prompt at a place of the call."""
     rng = np.random.default_rng([seed, place])
     return 1 - rng.random((sampling.samples, sampling.max_tokens), np.float32)
-
-
-def choose(
-    logits: Float[Tensor, "N V"],
-    uniform: Float[Tensor, "N R"],
-    sampling: Sampling,
-) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
-    """Return R tokens of each distribution and their log-probs, which `sampling` does not change.
-
-    The log-probs are those before `explore`, top-k and top-p, in this order. The tokens are found
-    by inverse transform sampling: for a number u in (0, 1], the first one whose cumulative
-    probability is at least u. Temperature 0 is greedy.
-    """
-    scaled = logits.float() / (sampling.temperature or 1.0)
-    total = scaled.logsumexp(-1, keepdim=True)
-    if sampling.temperature == 0:
-        tokens = scaled.argmax(-1, keepdim=True).expand(uniform.shape)
-    else:
-        reshaped = sampling.explore is not None or sampling.top_k > 0 or sampling.top_p < 1
-        p = _reshaped(scaled, sampling).softmax(-1) if reshaped else (scaled - total).exp_()
-        cumulative = p.cumsum(-1)
-        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
-    return tokens, scaled.gather(1, tokens) - total
-
-
-def _reshaped(scaled: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
-    """Return logits at the temperature `explore`, without tokens that top-k and top-p leave out.
-
-    vLLM has the same order.
-    """
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
-
-    if sampling.explore is not None:
-        scaled = scaled * (sampling.temperature / sampling.explore)
-    ids = torch.zeros(len(scaled), 0, dtype=torch.long)  # of the tokens before, which are not used
-    if sampling.top_k > 0:
-        scaled = TopKLogitsWarper(sampling.top_k)(ids, scaled)
-    if sampling.top_p < 1:
-        scaled = TopPLogitsWarper(sampling.top_p)(ids, scaled)
-    return scaled
 
 
 def run_prompts(

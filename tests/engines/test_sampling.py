@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tba.assemble import run
 from tba.config.schema import load
-from tba.engines.transformers import choose
+from tba.engines._choice import choose
 from tba.engines.vllm import check_sampling
 from tba.runs.setup import check
 from tba.search.evaluate import evaluate_held_out

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import tba.assemble
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
+from tba.engines._choice import StopStrings
 from tba.engines.scripted import length_to_stop
 from tba.models.pretrained import Tokenizer, load_text
 from tba.runs.checks import check_resumed
@@ -57,6 +58,12 @@ def test_the_token_that_completes_a_stop_string(vocabulary, stop, tokens, length
     text = text_of(vocabulary, decoder)
     response = np.array(tokens, np.int32)
     assert length_to_stop(text, response, ["none", stop]) == length
+    stops = StopStrings(text, (stop, "none"), "cpu")
+    ends = []
+    for n in range(1, (length or len(tokens)) + 1):
+        if stops.possible[tokens[n - 1]] and stops.completed(response[:n]):
+            ends.append(n)
+    assert ends == ([] if length is None else [length])
 
 
 def test_an_answer_is_the_text_before_the_first_stop_string(tiny_model):
@@ -124,3 +131,9 @@ def test_a_resumed_run_keeps_its_stop_strings(tiny_model, tmp_path):
     check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['b','a']"), before)
     with pytest.raises(ValueError, match=r"but the run has \['a', 'b'\]; leave it unchanged"):
         check_resumed(toy_config(tiny_model, tmp_path, "sampling.stop=['a']"), before)
+
+
+def test_only_tokens_that_can_be_the_last_are_searched():
+    text = text_of(BYTES, decoders.ByteLevel())
+    possible = StopStrings(text, ("b\n",), "cpu").possible
+    assert [BYTES[i] for i in possible.nonzero()] == ["Ã", "©", "Ċ", "aĊĊ"]
