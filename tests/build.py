@@ -285,10 +285,7 @@ def newest_files(folder: Path) -> dict[str, bytes]:
 
 
 def replayed(folder: Path) -> list[tuple[Any, ...]]:
-    """Everything in the replay buffer of a run's newest checkpoint, and its counts.
-
-    Two buffers of the same content can lie in different segments.
-    """
+    """Everything in the replay buffer of a run's newest checkpoint, and its counts."""
     buffer = ReplayBuffer()
     buffer.load(checkpoint.newest(folder / "checkpoints"))
     columns = buffer.columns()

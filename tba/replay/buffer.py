@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.replay.files import State
-from tba.replay.store import EMPTY, SHOWN, Store, Table, behind, key_of
+from tba.replay.store import EMPTY, SHOWN, State, Store, Table, behind, key_of
 from tba.strategies import Columns, Strategy
 from tba.types import Group, Trajectory
 
@@ -48,7 +47,6 @@ class ReplayBuffer:
         if excess > 0:
             self.counts["evicted_capacity"] += self._store.evict(excess)
             self._store.release_prompts()
-        self._store.segments.compact()
 
     def sample(
         self, groups: int, size: int, strategy: Strategy, now: int, rng: np.random.Generator

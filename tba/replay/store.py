@@ -1,26 +1,50 @@
-"""Storage of distinct trajectories in columns, without a policy on what to keep."""
+"""Storage of distinct trajectories, in memory and on disk, without a policy on what to keep.
+
+A trajectory is a row of numbers, and its tokens and log-probs are the `content` of that row: one
+string of bytes, which never changes.
+"""
 
 import hashlib
+import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
+from safetensors.numpy import load_file, save_file
 
-from tba.replay.files import KINDS, PLACE, Segment, State, columns_of, room
-from tba.types import Group, Trajectory
+from tba.prompt import Prompt
+from tba.types import RESTART, SAMPLED, Group, Trajectory, switches_of
+
+FOLDER = "replay"
+STATE = "state.json"
+COLUMNS = "columns.safetensors"
+CONTENTS = "contents.bin"
+PROMPTS = "prompts.jsonl"
 
 EMPTY = -1  # stamp of a row that is not in use
-SIZE = 2**18  # tokens in a segment; a longer response gets a segment of its own
+CONTENT: dict[str, DTypeLike] = {
+    "tokens": np.int32,
+    "behavior_logp": np.float32,
+    "ref_logp": np.float32,
+    "value": np.float32,
+    "versions": np.int32,
+    "marks": np.uint8,
+}
+"""Arrays of a trajectory that are its content, one after the other."""
+OPTIONAL = {"value": "valued", "versions": "switched", "marks": "masked"}
+"""Arrays that only some trajectories have, with the column that says which do."""
 SHOWN = ("prompt", "reward", "version", "arrived", "count", "arrived_count", "length")
 """Columns that strategies see."""
-SAVED = tuple(dict.fromkeys((*SHOWN, "segment", *PLACE)))
+SAVED = (*SHOWN, "finished", *OPTIONAL.values())
 KEY = np.dtype("V12")
-ROW: dict[str, DTypeLike] = dict.fromkeys(SAVED, np.int32)
-ROW |= dict.fromkeys(("finished", "valued", "masked", "switched"), bool)
-ROW |= {"reward": np.float64, "key": KEY, "stamp": np.int64}
-"""Columns of the distinct responses; see `files.OPTIONAL` for those that end in -ed."""
+ROW: dict[str, DTypeLike] = dict.fromkeys(SHOWN, np.int32)
+ROW |= dict.fromkeys(("finished", *OPTIONAL.values()), bool)
+ROW |= {"reward": np.float64, "key": KEY, "stamp": np.int64, "content": object}
+"""Columns of the distinct responses."""
 PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
 """Columns of the prompts: the step of the latest arrival, and how many responses there are."""
 
@@ -61,78 +85,48 @@ class Table:
         self._free += rows.tolist()
 
 
-class Segments:
-    """All segments of a buffer, by number. One of them can be open for more trajectories."""
+@dataclass(frozen=True)
+class State:
+    """Everything that a buffer saves."""
 
-    def __init__(self, table: Table) -> None:
-        self.by_number: dict[int, Segment] = {}
-        self._table = table
-        self._open: int | None = None
+    columns: Mapping[str, np.ndarray]
+    """Columns of rows in order of arrival; `prompt` is a position in the list of prompts."""
+    contents: Sequence[bytes]
+    """Content of each row."""
+    prompts: Sequence[Group]  # groups without trajectories
+    counts: Mapping[str, int]
+    earlier: Mapping[str, list[int]]  # arrivals before the latest, by position in the columns
 
-    def append(self, trajectories: Sequence[Trajectory]) -> tuple[int, np.ndarray]:
-        """Store trajectories in one segment; return its number and the offset of each."""
-        lengths = [len(t.tokens) for t in trajectories]
-        number = self._with_room(sum(lengths))
-        segment = self.by_number[number]
-        ends = segment.used + np.cumsum(lengths)
-        segment.append(trajectories, int(ends[-1]))
-        return number, ends - lengths
+    def write(self, folder: Path) -> None:
+        """Write the state into a checkpoint's folder."""
+        path = folder / FOLDER
+        path.mkdir()
+        save_file(dict(self.columns), path / COLUMNS)
+        with (path / CONTENTS).open("wb") as file:
+            file.writelines(self.contents)
+        save_groups(self.prompts, path / PROMPTS)
+        plain = {"counts": self.counts, "earlier": self.earlier}
+        (path / STATE).write_text(json.dumps(plain), "utf-8")
 
-    def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
-        """Yield the trajectories of these rows of the table."""
-        numbers = self._table["segment"][rows].tolist()
-        columns = [self._table[name][rows].tolist() for name in PLACE]
-        for number, *row in zip(numbers, *columns, strict=True):
-            yield self.by_number[number].trajectory(dict(zip(PLACE, row, strict=True)))
-
-    def forget(self, rows: np.ndarray) -> None:
-        """Count the tokens of these rows as no longer in use."""
-        numbers = self._table["segment"][rows].tolist()
-        lengths = self._table["length"][rows].tolist()
-        for number, length in zip(numbers, lengths, strict=True):
-            self.by_number[number].live -= length
-        self._table["segment"][rows] = EMPTY
-
-    def close(self) -> None:
-        """Give up the room in the open segment, of which pages never written took no memory."""
-        if self._open is not None:
-            segment = self.by_number[self._open]
-            segment.arrays = {n: array[: segment.used] for n, array in segment.arrays.items()}
-            self._open = None
-
-    def compact(self) -> None:
-        """Release segments without rows; move rows of others if an eighth of all is not in use."""
-        for number in [n for n, s in self.by_number.items() if s.live == 0 and n != self._open]:
-            del self.by_number[number]
-        waste = {n: s.used - s.live for n, s in self.by_number.items()}
-        live = sum(segment.live for segment in self.by_number.values())
-        while sum(waste.values()) > live / 8 + SIZE:
-            worst = max(waste, key=waste.__getitem__)
-            del waste[worst]
-            self._move(worst)
-
-    def _move(self, number: int) -> None:
-        """Move what is in use in a segment to the open one, and release the segment."""
-        if number == self._open:
-            self.close()
-        table = self._table
-        moved = np.flatnonzero(table["segment"] == number)
-        for start in range(0, len(moved), 1024):
-            part = moved[start : start + 1024]
-            place = self.append(list(self.trajectories(part)))
-            table["segment"][part], table["offset"][part] = place
-        del self.by_number[number]
-
-    def _with_room(self, tokens: int) -> int:
-        if self._open is not None:
-            segment = self.by_number[self._open]
-            if segment.used + tokens <= len(segment.arrays["tokens"]):
-                return self._open
-            self.close()
-        self._open = max(self.by_number, default=-1) + 1
-        size = max(SIZE, tokens)
-        self.by_number[self._open] = Segment({n: room(size, kind) for n, kind in KINDS.items()})
-        return self._open
+    @classmethod
+    def read(cls, folder: Path) -> "State":
+        """Read what `write` wrote."""
+        path = folder / FOLDER
+        plain = json.loads((path / STATE).read_text("utf-8"))
+        columns = load_file(path / COLUMNS)
+        sizes = np.zeros_like(columns["length"])
+        for name, kind in CONTENT.items():
+            held = columns[OPTIONAL[name]] if name in OPTIONAL else True
+            sizes += columns["length"] * held * np.dtype(kind).itemsize
+        with (path / CONTENTS).open("rb") as file:
+            contents = [file.read(size) for size in sizes.tolist()]
+        return cls(
+            columns=columns,
+            contents=contents,
+            prompts=load_groups(path / PROMPTS),
+            counts=plain["counts"],
+            earlier=plain["earlier"],
+        )
 
 
 class Store:
@@ -141,7 +135,6 @@ class Store:
     def __init__(self) -> None:
         self.rows = Table(ROW)
         self.prompts = Table(PROMPT)
-        self.segments = Segments(self.rows)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
         self.earlier: dict[int, array[int]] = {}
         """By row: step and samples, in turn, of the arrivals of its response before the latest."""
@@ -210,7 +203,6 @@ class Store:
         rows[~is_known] = added
         table["count"][added] = 0
         table["arrived_count"][added] = 0
-        self.segments.forget(known)
         for row in known[table["arrived"][known] < now].tolist():
             latest = (table[name].item(row) for name in ("arrived", "arrived_count"))
             self.earlier.setdefault(row, array("i")).extend(latest)
@@ -218,10 +210,9 @@ class Store:
         table["arrived_count"][rows] += samples
         table["count"][rows] += samples
         table["arrived"][rows] = now
-        trajectories = list(new.values())
-        table["segment"][rows], table["offset"][rows] = self.segments.append(trajectories)
-        for name, values in columns_of(trajectories).items():
-            table[name][rows] = values
+        for row, trajectory in zip(rows.tolist(), new.values(), strict=True):
+            for name, value in _row_of(trajectory).items():
+                table[name][row] = value
         self.prompts["held"][prompt] -= len(known)
         self._arrive(prompt, rows, list(new))
         return len(known)
@@ -234,8 +225,8 @@ class Store:
         for row in rows.tolist():
             self.earlier.pop(row, None)
         np.subtract.at(self.prompts["held"], table["prompt"][rows], 1)
-        self.segments.forget(rows)
-        self.rows.free(rows)
+        table["content"][rows] = None
+        table.free(rows)
         return len(rows)
 
     def release_prompts(self) -> None:
@@ -249,8 +240,7 @@ class Store:
     def groups(self, drawn: Sequence[np.ndarray]) -> list[Group]:
         """Return a group for each array of rows; a row that is repeated gives the same object."""
         rows = np.unique(np.concatenate([np.zeros(0, np.int32), *drawn]))
-        trajectories = self.segments.trajectories(rows)
-        by_row = dict(zip(rows.tolist(), trajectories, strict=True))
+        by_row = dict(zip(rows.tolist(), self.trajectories(rows), strict=True))
         groups = []
         for own in drawn:
             head = self.heads[self.rows["prompt"].item(own[0])]
@@ -258,22 +248,27 @@ class Store:
             groups.append(replace(head, trajectories=some))
         return groups
 
+    def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
+        """Yield the trajectories of these rows."""
+        columns = {name: self.rows[name][rows].tolist() for name in (*SAVED, "content")}
+        for row in zip(*columns.values(), strict=True):
+            yield _trajectory_of(dict(zip(columns, row, strict=True)))
+
     def state(self, counts: Mapping[str, int]) -> State:
         """Return a copy of the content, but for what never changes."""
-        self.segments.close()
-        numbers = np.array(list(self.segments.by_number), np.int32)
         prompts = self.prompts_by_arrival()
         rows = self.rows.by_stamp()
         columns = {name: self.rows[name][rows] for name in SAVED}
-        columns["prompt"] = _positions(prompts, columns["prompt"])
-        columns["segment"] = _positions(numbers, columns["segment"])
+        positions = np.zeros(prompts.max(initial=0) + 1, np.int32)
+        positions[prompts] = np.arange(len(prompts))
+        columns["prompt"] = positions[columns["prompt"]]
         heads = [self.heads[prompt] for prompt in prompts.tolist()]
         lists = {row: arrivals.tolist() for row, arrivals in self.earlier.items()}
         earlier = {str(i): lists[row] for i, row in enumerate(rows.tolist()) if row in lists}
         return State(
             columns=columns,
             prompts=heads,
-            segments=[*self.segments.by_number.values()],
+            contents=self.rows["content"][rows].tolist(),
             counts=dict(counts),
             earlier=earlier,
         )
@@ -281,21 +276,18 @@ class Store:
     def restore(self, state: State) -> None:
         """Fill an empty store."""
         table = self.rows
-        rows = table.take(len(state.columns["segment"]))
+        rows = table.take(len(state.contents))
         for name, column in state.columns.items():
             table[name][rows] = column
+        table["content"][rows] = np.array(state.contents, object)
         for place, arrivals in state.earlier.items():
             self.earlier[rows.item(int(place))] = array("i", arrivals)
-        live = np.bincount(table["segment"][rows], table["length"][rows], len(state.segments))
-        for number, segment in enumerate(state.segments):
-            segment.live = int(live[number])
-            self.segments.by_number[number] = segment
         prompts = [self.number(head) for head in state.prompts]
         for part in np.split(rows, np.flatnonzero(np.diff(table["prompt"][rows])) + 1):
             if len(part):
                 prompt = prompts[table["prompt"].item(part[0])]
-                trajectories = self.segments.trajectories(part)
-                self._arrive(prompt, part, [key_of(t, prompt) for t in trajectories])
+                keys = [key_of(t, prompt) for t in self.trajectories(part)]
+                self._arrive(prompt, part, keys)
         self.release_prompts()
 
     def _arrive(self, prompt: int, rows: np.ndarray, keys: Sequence[bytes]) -> None:
@@ -322,13 +314,6 @@ def key_of(response: Trajectory, prompt: int) -> bytes:
     ).digest()
 
 
-def _positions(numbers: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """Return the position in `numbers` of each entry of a column."""
-    positions = np.zeros(numbers.max(initial=0) + 1, np.int32)
-    positions[numbers] = np.arange(len(numbers))
-    return positions[column]
-
-
 def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajectory:
     """Return a trajectory behind given tokens, which begin a new context if `restart`."""
     if not len(given):
@@ -350,3 +335,75 @@ def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajecto
         switches=moved,
         restarts=(0, *restarts) if restart else restarts,
     )
+
+
+def _row_of(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the columns that a trajectory is read with, by name."""
+    held = {}
+    for name, kind in CONTENT.items():
+        given = getattr(trajectory, name)
+        if given is not None:
+            held[name] = np.asarray(given, kind).tobytes()
+    return {
+        "content": b"".join(held.values()),
+        "length": len(trajectory.tokens),
+        "reward": trajectory.reward,
+        "version": trajectory.version,
+        "finished": trajectory.finished,
+        **{column: name in held for name, column in OPTIONAL.items()},
+    }
+
+
+def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory of a row, given its columns; its arrays are read-only."""
+    held: dict[str, np.ndarray] = {}
+    start = 0
+    for name, kind in CONTENT.items():
+        if name not in OPTIONAL or row[OPTIONAL[name]]:
+            held[name] = np.frombuffer(row["content"], kind, row["length"], start)
+            start += held[name].nbytes
+    marks = held.get("marks")
+    return Trajectory(
+        tokens=held["tokens"],
+        behavior_logp=held["behavior_logp"],
+        ref_logp=held["ref_logp"],
+        reward=row["reward"],
+        version=row["version"],
+        finished=row["finished"],
+        value=held.get("value"),
+        sampled=None if marks is None else marks == SAMPLED,
+        switches=switches_of(held["versions"]) if row["switched"] else (),
+        restarts=() if marks is None else tuple(np.flatnonzero(marks == RESTART).tolist()),
+    )
+
+
+def save_groups(groups: Sequence[Group], file: Path) -> None:
+    """Write groups as JSON, one a line; every number is read back as it was."""
+    with file.open("w", encoding="utf-8") as lines:
+        for group in groups:
+            lines.write(json.dumps(asdict(group), default=np.ndarray.tolist) + "\n")
+
+
+def load_groups(file: Path) -> tuple[Group, ...]:
+    """Return what `save_groups` wrote."""
+    groups = []
+    for line in file.read_text("utf-8").splitlines():
+        plain = json.loads(line)
+        group = Group(
+            prompt=Prompt(**plain["prompt"]),
+            prompt_tokens=np.array(plain["prompt_tokens"], np.int32),
+            trajectories=tuple(map(_trajectory, plain["trajectories"])),
+            reference=plain["reference"],
+        )
+        groups.append(group)
+    return tuple(groups)
+
+
+def _trajectory(plain: dict[str, Any]) -> Trajectory:
+    kinds = {name: kind for name, kind in CONTENT.items() if name in plain} | {"sampled": np.bool_}
+    for name, kind in kinds.items():
+        if plain[name] is not None:
+            plain[name] = np.array(plain[name], kind)
+    plain["switches"] = tuple(map(tuple, plain["switches"]))
+    plain["restarts"] = tuple(plain["restarts"])
+    return Trajectory(**plain)

@@ -27,7 +27,7 @@ from tba.learn.optimizer import MOMENTS
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import load_groups, save_groups
+from tba.replay.store import load_groups, save_groups
 from tba.runs.files import own_folder
 from tba.runs.generations import (
     MANIFEST,
@@ -53,7 +53,7 @@ SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
 BEST = "best"
 
-FORMAT = 8  # version of a generation's files; another version is not resumed
+FORMAT = 9  # version of a generation's files; another version is not resumed
 
 GRACE = 1.0
 """Seconds that a save has at least, once it is waited for."""

@@ -20,8 +20,7 @@ from tba.objectives import Head
 from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import load_groups, save_groups
-from tba.replay.store import behind
+from tba.replay.store import behind, load_groups, save_groups
 from tba.types import Group, Trajectory, collate
 
 G, S, R = "given", "sampled", "restart"

@@ -21,7 +21,7 @@ from talk import (
 
 from tba.assemble import run
 from tba.config.schema import load
-from tba.replay.files import load_groups
+from tba.replay.store import load_groups
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, SAMPLES, read
 from tba.runs.setup import check

@@ -17,7 +17,7 @@ from tba.models.pretrained import Tokenizer, load_model, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.files import load_groups, save_groups
+from tba.replay.store import load_groups, save_groups
 from tba.runs.setup import check
 from tba.search.result import SearchResult
 from tba.search.scoring import Scoring
