@@ -48,27 +48,18 @@ class Turn:
     seed: int
 
 
-@dataclass(frozen=True)
-class Completion:
-    """Tokens of a response, and their log-probs at the sampling temperature.
-
-    If `finished`, the last token is EOS, or the one that completes a stop string in the text of the
-    response: it is kept whole, as it was sampled. `version` is that of the weights that sampled the
-    first token; version v means "after v optimizer steps". `switches` has a pair for each time that
-    newer weights took over: the place of the first token that they sampled, and their version.
-
-    A dialogue has given tokens beside those that were sampled: `sampled` tells them apart, and is
-    None where all were sampled. The log-probs of given tokens are 0. At a place in `restarts`, a
-    given token begins a new context: what follows does not see the prompt, or anything before.
-    """
+class Response:
+    """Properties of completions and trajectories, whose fields it names."""
 
     tokens: Int32[np.ndarray, " T"]
-    logp: Float32[np.ndarray, " T"]
-    finished: bool
     version: int
-    switches: tuple[tuple[int, int], ...] = ()
-    sampled: Bool[np.ndarray, " T"] | None = None
-    restarts: tuple[int, ...] = ()
+    switches: tuple[tuple[int, int], ...]
+    marks: UInt8[np.ndarray, " T"] | None
+
+    @property
+    def sampled(self) -> Bool[np.ndarray, " T"] | None:
+        """The tokens that the policy sampled; None if it sampled all."""
+        return None if self.marks is None else self.marks == SAMPLED
 
     @property
     def length(self) -> int:
@@ -76,9 +67,39 @@ class Completion:
         return len(self.tokens) if self.sampled is None else int(self.sampled.sum())
 
     @property
-    def marks(self) -> UInt8[np.ndarray, " T"] | None:
-        """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
-        return _marks(self.sampled, self.restarts)
+    def restarts(self) -> tuple[int, ...]:
+        """Places of the given tokens that begin a new context."""
+        return () if self.marks is None else tuple(np.flatnonzero(self.marks == RESTART).tolist())
+
+    @property
+    def versions(self) -> Int32[np.ndarray, " T"]:
+        """The version of the weights at each token; `switches_of` is the inverse."""
+        versions = np.full(len(self.tokens), self.version, np.int32)
+        for place, version in self.switches:
+            versions[place:] = version
+        return versions
+
+
+@dataclass(frozen=True)
+class Completion(Response):
+    """Tokens of a response, and their log-probs at the sampling temperature.
+
+    If `finished`, the last token is EOS, or the one that completes a stop string in the text of the
+    response: it is kept whole, as it was sampled. `version` is that of the weights that sampled the
+    first token; version v means "after v optimizer steps". `switches` has a pair for each time that
+    newer weights took over: the place of the first token that they sampled, and their version.
+
+    A dialogue has given tokens beside those that were sampled: `marks` tells them apart (GIVEN,
+    SAMPLED, RESTART), and is None where all were sampled. The log-probs of given tokens are 0. A
+    RESTART begins a new context: what follows does not see the prompt, or anything before.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    logp: Float32[np.ndarray, " T"]
+    finished: bool
+    version: int
+    switches: tuple[tuple[int, int], ...] = ()
+    marks: UInt8[np.ndarray, " T"] | None = None
 
     def shortened(self, limit: int) -> "Completion":
         """Return it as it is with this limit of tokens."""
@@ -101,19 +122,18 @@ class Completion:
             reward=reward,
             version=self.version,
             finished=self.finished,
-            sampled=self.sampled,
             switches=self.switches,
-            restarts=self.restarts,
+            marks=self.marks,
         )
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class Trajectory(Response):
     """A completion with its reward, and its log-probs under the sampling policy and the reference.
 
-    `version`, `switches`, `sampled` and `restarts` are as in the completion. `value` is there for
-    objectives that ask for rollouts: at each token, V of the state before its step (see
-    `objectives.ValueRollouts`).
+    `version`, `switches` and `marks` are as in the completion. `value` is there for objectives
+    that ask for rollouts: at each token, V of the state before its step, see
+    `objectives.ValueRollouts`.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -123,42 +143,13 @@ class Trajectory:
     version: int
     finished: bool
     value: Float32[np.ndarray, " T"] | None = None
-    sampled: Bool[np.ndarray, " T"] | None = None
     switches: tuple[tuple[int, int], ...] = ()
-    restarts: tuple[int, ...] = ()
-
-    @property
-    def marks(self) -> UInt8[np.ndarray, " T"] | None:
-        """A mark at each token, GIVEN, SAMPLED or RESTART; None if all were sampled."""
-        return _marks(self.sampled, self.restarts)
-
-    @property
-    def versions(self) -> Int32[np.ndarray, " T"] | None:
-        """The version of the weights at each token; None if it is `version` at all of them."""
-        return versions_of(self) if self.switches else None
+    marks: UInt8[np.ndarray, " T"] | None = None
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the steps since the weights of each sampled token, at the trainer's `step`."""
-        versions = versions_of(self)
-        return step - (versions if self.sampled is None else versions[self.sampled])
-
-
-def _marks(
-    sampled: Bool[np.ndarray, " T"] | None, restarts: Sequence[int]
-) -> UInt8[np.ndarray, " T"] | None:
-    if sampled is None:
-        return None
-    marks = sampled.astype(np.uint8)
-    marks[list(restarts)] = RESTART
-    return marks
-
-
-def versions_of(response: Completion | Trajectory) -> Int32[np.ndarray, " T"]:
-    """Return the version of the weights at each token; `switches_of` is the inverse."""
-    versions = np.full(len(response.tokens), response.version, np.int32)
-    for place, version in response.switches:
-        versions[place:] = version
-    return versions
+        lags = step - self.versions
+        return lags if self.sampled is None else lags[self.sampled]
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:
@@ -167,26 +158,33 @@ def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...
     return tuple(zip(places.tolist(), versions[places].tolist(), strict=True))
 
 
-def joined(before: Completion, given: Int32[np.ndarray, " G"], turn: Completion) -> Completion:
-    """Return a completion with given tokens and the policy's next turn behind it."""
-    own = versions_of(before)
+def marks_of(response: Response) -> UInt8[np.ndarray, " T"]:
+    """Return the marks of a response, also if all of its tokens were sampled."""
+    if response.marks is None:
+        return np.full(len(response.tokens), SAMPLED, np.uint8)
+    return response.marks
+
+
+def joined(
+    before: Completion, given: Int32[np.ndarray, " G"], turn: Completion, restart: bool = False
+) -> Completion:
+    """Return a completion with given tokens and the policy's next turn behind it.
+
+    The given tokens begin a new context if `restart`.
+    """
+    own = before.versions
     last = own[-1] if len(own) else turn.version
-    versions = np.concatenate([own, np.full(len(given), last, np.int32), versions_of(turn)])
-    sampled = np.concatenate(
-        [
-            np.ones(len(before.tokens), bool) if before.sampled is None else before.sampled,
-            np.zeros(len(given), bool),
-            np.ones(len(turn.tokens), bool),
-        ]
-    )
+    versions = np.concatenate([own, np.full(len(given), last, np.int32), turn.versions])
+    between = np.full(len(given), GIVEN, np.uint8)
+    between[: int(restart)] = RESTART
+    marks = np.concatenate([marks_of(before), between, marks_of(turn)])
     return Completion(
         tokens=np.concatenate([before.tokens, given, turn.tokens]),
         logp=np.concatenate([before.logp, np.zeros(len(given), np.float32), turn.logp]),
         finished=turn.finished,
         version=int(versions[0]),
         switches=switches_of(versions),
-        sampled=None if sampled.all() else sampled,
-        restarts=before.restarts,
+        marks=None if (marks == SAMPLED).all() else marks,
     )
 
 
@@ -277,11 +275,11 @@ class Batch(TokenBatch):
 def collate_tokens(
     prompts: Sequence[np.ndarray],
     responses: Sequence[Sequence[np.ndarray]],
-    marks: Sequence[Sequence[np.ndarray | None]] | None = None,
+    marks: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> TokenBatch:
     """Pad B prompts and K responses to each. Padding tokens are 0; masks tell them apart.
 
-    `marks` has the marks of each response's tokens, or None for one that was sampled whole.
+    `marks` has the marks of each response's tokens; without it, all were sampled.
     """
     sizes = {len(group) for group in responses}
     if len(sizes) != 1:
@@ -289,8 +287,8 @@ def collate_tokens(
     shape = (len(responses), sizes.pop(), -1)
     rows = [tokens for group in responses for tokens in group]
     every = [np.full(len(tokens), SAMPLED, np.uint8) for tokens in rows]
-    for i, own in enumerate(each for group in marks or () for each in group):
-        every[i] = every[i] if own is None else own
+    if marks is not None:
+        every = [own for group in marks for own in group]
     padded = _pad(every).view(shape)
     return TokenBatch(
         prompt_tokens=_pad(prompts, "left").long(),
@@ -305,7 +303,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     """Turn groups of equal size K into one batch."""
     prompts = [g.prompt_tokens for g in groups]
     responses = [[t.tokens for t in g.trajectories] for g in groups]
-    marks = [[t.marks for t in g.trajectories] for g in groups]
+    marks = [[marks_of(t) for t in g.trajectories] for g in groups]
     tokens = collate_tokens(prompts, responses, marks)
     rows = [t for g in groups for t in g.trajectories]
     values = [np.full_like(t.ref_logp, np.nan) if t.value is None else t.value for t in rows]

@@ -31,7 +31,7 @@ from tba.search.result import SearchResult
 from tba.search.searcher import Searcher
 from tba.tasks import Task, Tools
 from tba.tasks.custom import describe
-from tba.types import Completion, Group, Sampling, Trajectory
+from tba.types import RESTART, Completion, Group, Sampling, Trajectory
 
 MAX_TOKENS, MAX_TURNS, STOP = 5, 2, "1"
 SETTINGS = ("task=talk.Talk", f"sampling.max_tokens={MAX_TOKENS}", f"sampling.stop=['{STOP}']")
@@ -180,10 +180,11 @@ def group_of_all(
     tokens = opened(text)
     trajectories = []
     for d in every_dialogue(prompt.columns["first"], rewrite and rewrite(text)):
-        zeros, mask = np.zeros(len(d.tokens), np.float32), np.array(d.sampled)
+        zeros = np.zeros(len(d.tokens), np.float32)
+        marks = np.array(d.sampled, np.uint8)
+        marks[list(d.restarts)] = RESTART
         made = np.array(d.tokens, np.int32), zeros, zeros, d.reward, 0, d.finished
-        sampled = None if mask.all() else mask
-        trajectories.append(Trajectory(*made, sampled=sampled, restarts=d.restarts))
+        trajectories.append(Trajectory(*made, marks=None if all(d.sampled) else marks))
     group = Group(prompt, np.array(tokens, np.int32), tuple(trajectories))
     rows = zip(trajectories, log_probs(reference, group), strict=True)
     known = [replace(t, ref_logp=logp[: len(t.tokens)].numpy()) for t, logp in rows]

@@ -86,7 +86,7 @@ def split(groups: Sequence[Group]) -> list[Group]:
                 part = slice(first, end)
                 row = replace(
                     t, tokens=t.tokens[part], behavior_logp=t.behavior_logp[part],
-                    ref_logp=t.ref_logp[part], sampled=None, restarts=(),
+                    ref_logp=t.ref_logp[part], marks=None,
                 )  # fmt: skip
                 prompts[given.tobytes()] = given
                 rows.setdefault(given.tobytes(), []).append(row)

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from tba.prompt import Prompt
-from tba.types import RESTART, SAMPLED, Group, Trajectory, switches_of
+from tba.types import GIVEN, RESTART, Group, Trajectory, marks_of, switches_of
 
 FOLDER = "replay"
 STATE = "state.json"
@@ -318,12 +318,10 @@ def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajecto
     """Return a trajectory behind given tokens, which begin a new context if `restart`."""
     if not len(given):
         return trajectory
-    own = (
-        np.ones(len(trajectory.tokens), bool) if trajectory.sampled is None else trajectory.sampled
-    )
     value = trajectory.value
     moved = tuple((place + len(given), version) for place, version in trajectory.switches)
-    restarts = tuple(place + len(given) for place in trajectory.restarts)
+    marks = np.full(len(given), GIVEN, np.uint8)
+    marks[: int(restart)] = RESTART
     zeros = np.zeros(len(given), np.float32)
     return replace(
         trajectory,
@@ -331,9 +329,8 @@ def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajecto
         behavior_logp=np.concatenate([zeros, trajectory.behavior_logp]),
         ref_logp=np.concatenate([zeros, trajectory.ref_logp]),
         value=None if value is None else np.concatenate([zeros, value]),
-        sampled=np.concatenate([np.zeros(len(given), bool), own]),
         switches=moved,
-        restarts=(0, *restarts) if restart else restarts,
+        marks=np.concatenate([marks, marks_of(trajectory)]),
     )
 
 
@@ -342,7 +339,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     held = {}
     for name, kind in CONTENT.items():
         given = getattr(trajectory, name)
-        if given is not None:
+        if given is not None and (name != "versions" or trajectory.switches):
             held[name] = np.asarray(given, kind).tobytes()
     return {
         "content": b"".join(held.values()),
@@ -362,7 +359,6 @@ def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         if name not in OPTIONAL or row[OPTIONAL[name]]:
             held[name] = np.frombuffer(row["content"], kind, row["length"], start)
             start += held[name].nbytes
-    marks = held.get("marks")
     return Trajectory(
         tokens=held["tokens"],
         behavior_logp=held["behavior_logp"],
@@ -371,9 +367,8 @@ def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         version=row["version"],
         finished=row["finished"],
         value=held.get("value"),
-        sampled=None if marks is None else marks == SAMPLED,
         switches=switches_of(held["versions"]) if row["switched"] else (),
-        restarts=() if marks is None else tuple(np.flatnonzero(marks == RESTART).tolist()),
+        marks=held.get("marks"),
     )
 
 
@@ -400,10 +395,8 @@ def load_groups(file: Path) -> tuple[Group, ...]:
 
 
 def _trajectory(plain: dict[str, Any]) -> Trajectory:
-    kinds = {name: kind for name, kind in CONTENT.items() if name in plain} | {"sampled": np.bool_}
-    for name, kind in kinds.items():
-        if plain[name] is not None:
+    for name, kind in CONTENT.items():
+        if plain.get(name) is not None:
             plain[name] = np.array(plain[name], kind)
     plain["switches"] = tuple(map(tuple, plain["switches"]))
-    plain["restarts"] = tuple(plain["restarts"])
     return Trajectory(**plain)

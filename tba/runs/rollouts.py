@@ -32,7 +32,7 @@ from tba.runs.setup import RunSetup
 from tba.search.chat import Chat, shown
 from tba.search.session import Session, readable
 from tba.search.verdicts import LARGEST
-from tba.types import RESTART, SAMPLED, Completion, Group, Trajectory
+from tba.types import RESTART, SAMPLED, Completion, Group, Trajectory, marks_of
 
 log = logging.getLogger(__name__)
 
@@ -91,11 +91,8 @@ def with_reference(
         tell(f"log-probs of logged rollouts {100 * len(done) // len(groups)} %")
         some = groups[len(done) :][:AT_ONCE]
         completions = [
-            [
-                Completion(t.tokens, t.ref_logp, t.finished, 0, (), t.sampled, t.restarts)
-                for t in group.trajectories
-            ]
-            for group in some
+            [Completion(t.tokens, t.ref_logp, t.finished, 0, (), t.marks) for t in g.trajectories]
+            for g in some
         ]
         every, _ = reference.logp([group.prompt_tokens for group in some], completions)
         for group, rows in zip(some, every, strict=True):
@@ -135,7 +132,6 @@ def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:
 
 
 def _row(group: Group, t: Trajectory, times: int) -> dict[str, Any]:
-    marks = np.full(len(t.tokens), SAMPLED) if t.marks is None else t.marks
     return {
         "group": group.prompt.id,
         "prompt": group.prompt.text,
@@ -143,7 +139,7 @@ def _row(group: Group, t: Trajectory, times: int) -> dict[str, Any]:
         "version": t.version,
         "prompt_ids": group.prompt_tokens.tolist(),
         "ids": t.tokens.tolist(),
-        "sampled": marks.tolist(),
+        "sampled": marks_of(t).tolist(),
         "reward": t.reward,
         "finished": t.finished,
         "count": times,
@@ -215,14 +211,12 @@ def _of_tokens(row: Mapping[str, Any]) -> tuple[np.ndarray, Completion]:
         raise ValueError("prompt_ids, ids and sampled must be lists, the last two equally long")
     if min(*prompt, *tokens) < 0 or marks.max() > RESTART or not (marks == SAMPLED).any():
         raise ValueError("sampled must be 0, 1 or 2, with a 1, and no id negative")
-    whole = (marks == SAMPLED).all()
     completion = Completion(
         tokens=tokens,
         logp=np.zeros(len(tokens), np.float32),
         finished=bool(row.get("finished", True)),
         version=0,
-        sampled=None if whole else marks == SAMPLED,
-        restarts=tuple(np.flatnonzero(marks == RESTART).tolist()),
+        marks=None if (marks == SAMPLED).all() else marks,
     )
     return prompt, completion
 

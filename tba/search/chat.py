@@ -238,7 +238,7 @@ class Chat:
 
 def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str]) -> str:
     """Return a response for a person to read: a dialogue or a session in full."""
-    stop = stop if response.sampled is None else ()
+    stop = stop if response.marks is None else ()
     return text.answer(response.tokens, response.finished, stop).text
 
 

@@ -12,7 +12,7 @@ import torch
 from tba.learn import plan
 from tba.learn.policy import Policy
 from tba.models import lora
-from tba.types import Completion, collate_tokens
+from tba.types import Completion, collate_tokens, marks_of
 from tba.weights import Weights, load_weights
 
 
@@ -64,7 +64,7 @@ class Reference:
         with self._hold(), self._weights():
             for part in self._parts(prompts, responses):
                 tokens = [[c.tokens for c in responses[i]] for i in part]
-                marks = [[c.marks for c in responses[i]] for i in part]
+                marks = [[marks_of(c) for c in responses[i]] for i in part]
                 batch = collate_tokens([prompts[i] for i in part], tokens, marks)
                 every = plan.pieces(batch, self._token_budget)
                 logps = [self.policy.logp(piece, temperature) for piece in every]

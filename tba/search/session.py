@@ -149,14 +149,14 @@ class Session:
         given: list[np.ndarray] = []
         known: set[Exchange] = set()
         for leaf in self._leaves():
-            if known:
-                whole = replace(whole, restarts=(*whole.restarts, len(whole.tokens)))
+            restart = bool(known)
             for exchange in leaf.path:
                 given.append(exchange.asked.given[0 if known else shared :])
                 if exchange in known:
                     given.append(exchange.turn.tokens)
                     continue
-                whole = joined(whole, np.concatenate(given), exchange.turn)
+                whole = joined(whole, np.concatenate(given), exchange.turn, restart)
+                restart = False
                 known.add(exchange)
                 given.clear()
         return replace(whole, finished=self.exchanges[-1].turn.finished)

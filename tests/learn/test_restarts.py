@@ -21,18 +21,16 @@ from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import behind, load_groups, save_groups
-from tba.types import Group, Trajectory, collate
+from tba.types import GIVEN, RESTART, SAMPLED, Group, Trajectory, collate
 
-G, S, R = "given", "sampled", "restart"
+G, S, R = GIVEN, SAMPLED, RESTART
 
 
-def session(rng: np.random.Generator, *marks: str) -> Trajectory:
-    tokens = rng.integers(3, 12, len(marks)).astype(np.int32)
-    sampled = np.array([mark == S for mark in marks])
-    logp = np.where(sampled, -rng.random(len(marks)), 0.0).astype(np.float32)
-    restarts = tuple(i for i, mark in enumerate(marks) if mark == R)
-    reward = float(rng.random())
-    return Trajectory(tokens, logp, logp, reward, 0, True, sampled=sampled, restarts=restarts)
+def session(rng: np.random.Generator, *given: int) -> Trajectory:
+    tokens = rng.integers(3, 12, len(given)).astype(np.int32)
+    marks = np.array(given, np.uint8)
+    logp = np.where(marks == S, -rng.random(len(marks)), 0.0).astype(np.float32)
+    return Trajectory(tokens, logp, logp, float(rng.random()), 0, True, marks=marks)
 
 
 @pytest.fixture
@@ -125,7 +123,7 @@ def test_marks_survive_the_buffer_and_its_files(tmp_path, sessions):
 
 def test_alike_are_sessions_whose_contexts_begin_alike(sessions):
     one = sessions[1].trajectories[2]
-    other = replace(one, restarts=())
+    other = replace(one, marks=np.where(one.marks == R, G, one.marks))
     batch = collate([replace(sessions[1], trajectories=(one, other, one))])
     assert first_alike(batch).tolist() == [[0, 1, 0]]
 
@@ -197,10 +195,9 @@ def whole(
     tokens: list[int], sampled: list[bool], reward: float, restarts: tuple[int, ...]
 ) -> Trajectory:
     zeros = np.zeros(len(tokens), np.float32)
-    return Trajectory(
-        np.array(tokens, np.int32), zeros, zeros, reward, 0, True,
-        sampled=np.array(sampled), restarts=restarts,
-    )  # fmt: skip
+    marks = np.array(sampled, np.uint8)
+    marks[list(restarts)] = R
+    return Trajectory(np.array(tokens, np.int32), zeros, zeros, reward, 0, True, marks=marks)
 
 
 def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], split: bool) -> float:

@@ -20,7 +20,7 @@ from tba.models.pretrained import load_model
 from tba.objectives.tb import TrajectoryBalance
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
-from tba.types import Batch, Group, Trajectory, collate
+from tba.types import GIVEN, SAMPLED, Batch, Group, Trajectory, collate
 
 GARBAGE = 7.0
 """Value of everything at the environment's tokens: nothing may depend on it."""
@@ -40,7 +40,7 @@ def with_reply(t: Trajectory, place: int) -> Trajectory:
         behavior_logp=put(t.behavior_logp, GARBAGE),
         ref_logp=put(t.ref_logp, GARBAGE),
         value=put(t.value, GARBAGE),
-        sampled=put(np.ones(len(t.tokens), bool), False),
+        marks=put(np.ones(len(t.tokens), np.uint8), GIVEN),
     )
 
 
@@ -95,7 +95,7 @@ def test_log_probs_are_those_of_the_whole_text(layout, tiny_model, spread):
 
 def test_alike_are_responses_of_which_the_same_was_sampled(spread):
     once = spread[0].trajectories[0]
-    alone = replace(once, sampled=None)  # the policy wrote the reply itself
+    alone = replace(once, marks=None)  # the policy wrote the reply itself
     batch = collate([replace(spread[0], trajectories=(alone, once, alone, once))])
     assert first_alike(batch).tolist() == [[0, 1, 0, 1]]
 
@@ -130,11 +130,12 @@ def test_objectives_read_sampled_tokens_only(name, groups, spread):
 def test_tb_by_hand():
     """Two dialogues; d is 0.5 + 0.25 and -1.0, whatever stands at the environment's token."""
     arrays: dict[str, Any] = {"tokens": np.array([2, 3, 4], np.int32), "version": 0}
-    zeros, mask = np.zeros(3, np.float32), np.array([True, False, True])
+    zeros = np.zeros(3, np.float32)
+    marks = np.array([SAMPLED, GIVEN, SAMPLED], np.uint8)
     some = []
     for reward in (1.0, 0.0):
         made = arrays["tokens"], zeros, zeros, reward, 0, True
-        some.append(Trajectory(*made, sampled=mask))
+        some.append(Trajectory(*made, marks=marks))
     batch = collate([group("a", *some)])
     logp = torch.tensor([[[0.5, 9.0, 0.25], [-0.5, 9.0, -0.5]]])
     loss, metrics = TrajectoryBalance(beta=0.5)(logp, batch)
@@ -153,8 +154,7 @@ def test_tb_by_hand():
 
 
 def masked(*tokens: int, mask: list[bool] | None = None) -> Trajectory:
-    own = None if mask is None else np.array(mask)
-    return replace(trajectory(*tokens), sampled=own)
+    return replace(trajectory(*tokens), marks=None if mask is None else np.array(mask, np.uint8))
 
 
 def test_the_buffer_keeps_masks_where_there_are_some(tmp_path):
