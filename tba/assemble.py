@@ -218,9 +218,7 @@ def _assemble(
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
     _describe_prompts(console, setup, rollouts)
-    job = SearchJob(
-        setup.search_setup(), stream, c.runtime, c.trainer.groups, c.run.seed, console.phase
-    )
+    job = SearchJob(setup.search_setup(), stream, console.phase)
     searchers = open_searchers(
         job, place, cluster, trainer, lambda: stop.requested, search, progress.step
     )

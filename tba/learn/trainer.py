@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tba.config.plugins import Plugin
-from tba.config.tables import EngineTable, FsdpTable, PolicyTable, TrainerTable
+from tba.config.schema import Config
+from tba.config.tables import FsdpTable
 from tba.engines import engine_in_bf16
 from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
 from tba.learn.checks import check_lengths, warm_up
@@ -24,6 +25,7 @@ from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Loss, Objective, kl_k3, total
+from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
 from tba.weights import Direct, Sent, Transport, published, trained
 
@@ -35,19 +37,12 @@ MOST_K3 = 10.0
 class TrainerSetup:
     """Settings that a trainer is built from, in this process or in that of a rank."""
 
-    policy: PolicyTable
-    settings: TrainerTable
+    config: Config
     objective: Plugin
-    temperature: float
-    seeds: tuple[int, int]
-    """Seeds of PyTorch's random state, which a checkpoint keeps, and of a new adapter."""
-    steps: int
     context: int
     """Maximum number of tokens of a prompt and its response together."""
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest prompt and of the longest one."""
-    max_tokens: int
-    engine: EngineTable
     probe_prompt: int
     """Tokens of the prompt of probes."""
     checks_reference: bool
@@ -65,41 +60,41 @@ class TrainerSetup:
         One of several ranks keeps its part of each tensor, and gathers what all of them have run.
         Without a transport, searchers are in this process.
         """
-        torch_seed, _ = self.seeds
-        torch.manual_seed(torch_seed)
-        ranks = 1 if rank is None else self.settings.devices
+        torch.manual_seed(seed_of(self.config.run.seed, Use.TORCH))  # a checkpoint keeps its state
+        ranks = 1 if rank is None else self.config.trainer.devices
         policy = self._policy(device, rank)
         return SingleTrainer(self, policy, rank or 0, ranks, gather, transport or Direct())
 
     def _policy(self, device: str, rank: int | None) -> Policy:
         """Load the model as a policy, of which one of several ranks keeps a part."""
-        bf16 = computes_in_bf16(self.policy, device)
-        _, adapter_seed = self.seeds
-        dtype = torch.bfloat16 if self.settings.weights == "bf16" else torch.float32
+        table = self.config.policy
+        settings = self.config.trainer
+        bf16 = computes_in_bf16(table, device)
+        adapter_seed = seed_of(self.config.run.seed, Use.ADAPTER)
+        dtype = torch.bfloat16 if settings.weights == "bf16" else torch.float32
         stored = None
         if rank is None:
-            model = load_placed(self.policy, device, bf16, dtype, seed=adapter_seed)
+            model = load_placed(table, device, bf16, dtype, seed=adapter_seed)
         else:
-            model, stored = load_for_ranks(self.policy, device, bf16, dtype, adapter_seed)
-        if self.settings.compile:
+            model, stored = load_for_ranks(table, device, bf16, dtype, adapter_seed)
+        if settings.compile:
             compile_layers(model)
-        if self.policy.gradient_checkpointing:
+        if table.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         policy = Policy(
             model,
-            temperature=self.temperature,
+            temperature=self.config.sampling.temperature,
             autocast=bf16,
-            share_prompt=self.policy.share_prompt,
+            share_prompt=table.share_prompt,
             head=self.objective.at(0).head,
         )
-        if self.settings.compile:
+        if settings.compile:
             warm_up(policy, self.context)
         if rank is not None:
-            fsdp = self.settings.fsdp or FsdpTable()
-            shard(policy, model, device, bf16, self.settings.devices, fsdp)
+            shard(policy, model, device, bf16, settings.devices, settings.fsdp or FsdpTable())
             if stored is not None:
                 fill_model(policy, model, stored, device)
-        check_lengths(policy, self.extremes, self.max_tokens)
+        check_lengths(policy, self.extremes, self.config.sampling.max_tokens)
         if rank is not None:
             reshard(policy)
         return policy
@@ -135,17 +130,18 @@ class SingleTrainer:
 
     def __post_init__(self) -> None:
         setup = self.setup
-        self.bf16_weights = engine_in_bf16(setup.engine, self.computes_in_bf16)
+        c = setup.config
+        self.bf16_weights = engine_in_bf16(c.engine, self.computes_in_bf16)
         # as long as the longest sequence: positions may depend on that
-        longest = len(setup.extremes[1]) + setup.max_tokens - publish.RESPONSE
+        longest = len(setup.extremes[1]) + c.sampling.max_tokens - publish.RESPONSE
         length = max(longest, setup.probe_prompt)
         self.probe = publish.probe_tokens(setup.extremes, setup.context, length)
-        self.optimizer = build_optimizer(self.policy, setup.settings)
-        self.schedule = learning_rate(self.optimizer, setup.settings, setup.steps)
+        self.optimizer = build_optimizer(self.policy, c.trainer)
+        self.schedule = learning_rate(self.optimizer, c.trainer, c.run.steps)
         self._first_model = state.fingerprint(self.policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        slots = plan.slots(batch, self.setup.settings.token_budget, 1, False, False)
+        slots = plan.slots(batch, self.setup.config.trainer.token_budget, 1, False, False)
         return self.run(batch, slots, step)
 
     def run(self, batch: Batch, slots: Sequence[plan.Slot], step: int) -> dict[str, float]:
@@ -222,7 +218,8 @@ class SingleTrainer:
         chunk = batch.groups(groups) if groups else None
         if chunk is not None and len(slot.shapes) == 1:
             return self._loss_of(self._forward(chunk, slot.shapes[0]), chunk, batch, objective)
-        pieces = [] if chunk is None else list(plan.pieces(chunk, self.setup.settings.token_budget))
+        budget = self.setup.config.trainer.token_budget
+        pieces = [] if chunk is None else list(plan.pieces(chunk, budget))
         missing = len(slot.shapes) - len(pieces)
         runs = list(zip(pieces + [plan.filler(batch)] * missing, slot.shapes, strict=True))
         ran = Ran({}, 0, 0)
@@ -269,7 +266,7 @@ class SingleTrainer:
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
-        limit = self.setup.settings.max_grad_norm
+        limit = self.setup.config.trainer.max_grad_norm
         norms = []
         for group in self.optimizer.param_groups:
             norms.append(torch.nn.utils.clip_grad_norm_(group["params"], limit).item())

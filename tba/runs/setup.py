@@ -98,16 +98,10 @@ class RunSetup:
         # whether the reference is no model
         apart = c.engine.options.get("own_reference", self.engine.own_reference)
         return TrainerSetup(
-            policy=c.policy,
-            settings=c.trainer,
+            config=c,
             objective=self.objective,
-            engine=c.engine,
-            temperature=c.sampling.temperature,
-            seeds=(seed_of(c.run.seed, Use.TORCH), seed_of(c.run.seed, Use.ADAPTER)),
-            steps=c.run.steps,
             context=self.text.context,
             extremes=self.extremes,
-            max_tokens=c.sampling.max_tokens,
             probe_prompt=prompt_length(self.engine.longest_block),
             checks_reference=is_new and not apart,
         )

@@ -9,6 +9,7 @@ from tba.learn import Trainer
 from tba.search.prompts import PromptStream, SearchState
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
+from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Sent
 
@@ -19,15 +20,21 @@ class SearchJob:
 
     setup: SearchSetup
     stream: PromptStream
-    settings: RuntimeTable
-    batch_groups: int
-    seed: int
     tell: Callable[[str], None] = lambda phase: None
     """Told what the trainer waits for, again and again while it waits."""
 
+    @property
+    def settings(self) -> RuntimeTable:
+        return self.setup.config.runtime
+
+    def search_seed(self, number: int) -> int:
+        """Return the seed of the search with this number."""
+        return seed_of(self.setup.config.run.seed, Use.SEARCH, number)
+
     def gather_deadline(self, groups: int) -> float:
         """Return the seconds in which the groups must arrive. The setting is for a batch."""
-        return self.settings.gather_deadline * max(1.0, groups / self.batch_groups)
+        batches = groups / self.setup.config.trainer.groups
+        return self.settings.gather_deadline * max(1.0, batches)
 
 
 class Searchers(Protocol):

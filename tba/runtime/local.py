@@ -11,7 +11,6 @@ from tba.search.evaluate import evaluate_held_out
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, RejectionMonitor
 from tba.search.searcher import Searcher
-from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Sent, Weights
 
@@ -51,8 +50,7 @@ class LocalSearchers:
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
-            seed = seed_of(self._job.seed, Use.SEARCH, self._tasks)
-            result = self._awake().search(prompts, seed)
+            result = self._awake().search(prompts, self._job.search_seed(self._tasks))
             self._tasks += 1
             self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
             quarantined = self._stream.done(prompts, result.groups, result.died)

@@ -94,7 +94,7 @@ class RankActor:
             "nccl" if cuda else "gloo",
             store=store,
             rank=rank,
-            world_size=setup.settings.devices,
+            world_size=setup.config.trainer.devices,
             timeout=limit,
         )
         own = transport if rank == 0 else Unsent()
@@ -158,7 +158,8 @@ class ShardedTrainer:
         folders: Mapping[str, str],
         transport: Transport,
     ):
-        self._setup = setup
+        self._settings = setup.config.trainer
+        self._share_prompt = setup.config.policy.share_prompt
         self._calls = calls
         groups: Any = {"concurrency_groups": {WRITING: 1}}
         create: Any = ray.remote(**groups)(RankActor)
@@ -169,7 +170,7 @@ class ShardedTrainer:
         given = start, "runtime.start_deadline", ENDED_BY_USER
         try:
             ((host, port),) = self._wait([self._ranks[0].open_port.remote], "start", *given)
-            loaded = setup, transport, host, port, setup.settings.deadline
+            loaded = setup, transport, host, port, self._settings.deadline
             begin = [partial(a.start.remote, *loaded, rank) for rank, a in enumerate(self._ranks)]
             self._facts: Facts = self._wait(begin, "start", *given)[0]
         except BaseException:
@@ -186,10 +187,13 @@ class ShardedTrainer:
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
-        budget = self._setup.settings.token_budget
-        can_pack = self._facts.can_pack
-        share_prompt = self._setup.policy.share_prompt
-        slots = plan.slots(batch, budget, len(self._ranks), share_prompt, can_pack)
+        slots = plan.slots(
+            batch,
+            self._settings.token_budget,
+            len(self._ranks),
+            self._share_prompt,
+            self._facts.can_pack,
+        )
         given = self._calls("hold a batch", ray.put, batch)
         taken = self._call("step", "take a step", given, slots, step, passed=ENDED_BY_USER)
         metrics: dict[str, float] = taken[0]
@@ -230,7 +234,7 @@ class ShardedTrainer:
     def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
         """Let all ranks do the same, and return their results."""
         begin = [partial(getattr(actor, method).remote, *arguments) for actor in self._ranks]
-        return self._wait(begin, what, self._setup.settings.deadline, "trainer.deadline", passed)
+        return self._wait(begin, what, self._settings.deadline, "trainer.deadline", passed)
 
     def _wait(
         self,

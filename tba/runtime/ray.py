@@ -49,7 +49,6 @@ from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, T
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, RejectionMonitor, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
-from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Sent, Weights, resend
 
@@ -269,7 +268,7 @@ class RaySearchers:
             if len(handle.work()) >= self._in_flight:
                 return
             prompts = self._stream.take(count)
-            seed = seed_of(self._job.seed, Use.SEARCH, self._number)
+            seed = self._job.search_seed(self._number)
             self._number += 1
             weights = None if self._settings.lag is None else self._pool.newest  # exactly these
             handle.search(prompts, seed, weights, self._pool.newest_reference)

@@ -177,7 +177,7 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     settings = (f"runtime.gather_deadline={seconds}", "eval.prompts=0", "runtime.use=ray")
     parts = check(config(model, folder, *settings))
     stream = parts.prompt_stream()
-    job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 1, 0)
+    job = SearchJob(parts.search_setup(), stream)
     cluster: Any = SimpleNamespace(
         connection=SimpleNamespace(calls=calls), transport=SharedMemory(), machine="here",
         searchers=[Slot(Place("cpu"), {})],

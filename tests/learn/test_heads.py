@@ -8,7 +8,7 @@ import torch
 from build import FAMILIES, make
 
 from tba.config.plugins import Plugin, names, resolve
-from tba.config.tables import EngineTable, PolicyTable, TrainerTable
+from tba.config.schema import Config
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer, TrainerSetup
 from tba.models.cache import enable_gradient_checkpointing
@@ -115,10 +115,15 @@ def trainer(
 
 def wrapped(policy: Policy, objective: Plugin, steps: int, **settings: Any) -> SingleTrainer:
     prompt = np.ones(1, np.int32)
+    config = Config(
+        trainer={"max_grad_norm": float("inf"), **settings},
+        sampling={"temperature": 0.7, "max_tokens": 1},
+        run={"steps": steps},
+        engine={"use": "scripted"},
+    )
     setup = TrainerSetup(
-        PolicyTable(), TrainerTable(max_grad_norm=float("inf"), **settings), objective,
-        temperature=0.7, seeds=(0, 0), steps=steps, context=32, extremes=(prompt, prompt),
-        max_tokens=1, engine=EngineTable(use="scripted"), probe_prompt=1, checks_reference=False,
+        config, objective, context=32, extremes=(prompt, prompt), probe_prompt=1,
+        checks_reference=False,
     )  # fmt: skip
     return SingleTrainer(setup, policy)
 

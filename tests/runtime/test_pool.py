@@ -229,7 +229,7 @@ def opens(
         monkeypatch.setattr(ray_module, "received", received)
         parts = check(toy_config(tiny_model, tmp_path, "runtime.use=ray", *settings))
         stream = parts.prompt_stream()
-        job = SearchJob(parts.search_setup(), stream, parts.config.runtime, 3, 0)
+        job = SearchJob(parts.search_setup(), stream)
         cluster: Any = SimpleNamespace(
             connection=SimpleNamespace(calls=calls),
             transport=SharedMemory(),
