@@ -27,6 +27,9 @@ import psutil
 MARK = "TBA_CHILD"
 """Environment variable of a child, which all processes that it starts inherit."""
 
+STARTED = 0
+"""Number of the first reply of a child that answers calls."""
+
 # not multiprocessing, which would run the user's script again and forbid processes of its own
 CODE = """
 import json, pkgutil, sys

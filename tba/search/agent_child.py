@@ -1,7 +1,8 @@
 """Main program of an agent process: it runs the user's program, a call for each session.
 
 Any Python from 3.11 on can run it: it imports the standard library only, and nothing of this
-package. Sessions arrive through a socket as lines of JSON, and results leave so. Async functions
+package. Sessions arrive through a socket as lines of JSON: a number, and a table, or null to end
+it. Results leave as lines of the number, a kind and a value; number 0 is the start. Async functions
 run in one event loop, plain ones in a thread each.
 """
 
@@ -43,9 +44,9 @@ def main(end: int, rollout: str, max_memory: float | None) -> None:
         if max_memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (int(max_memory * 1e9), data))
     except BaseException:
-        connection.sendall(_line(failed=traceback.format_exc()[-LONGEST:]))
+        connection.sendall(_line(0, "failed", traceback.format_exc()[-LONGEST:]))
         return
-    connection.sendall(_line(started=os.getpid()))
+    connection.sendall(_line(0, "started"))
     asyncio.run(_serve(connection, function, target_of))
 
 
@@ -57,11 +58,10 @@ async def _serve(
     reader, writer = await asyncio.open_unix_connection(sock=connection, limit=LONGEST_LINE)
     tasks: dict[int, asyncio.Task[None]] = {}
     while line := await reader.readline():
-        message = json.loads(line)
-        number = message["session"]
-        if "row" in message:
-            target = target_of(message["base_url"])
-            held = _hold(writer, function, number, target, message["row"])
+        number, asked = json.loads(line)
+        if asked is not None:
+            target = target_of(asked["base_url"])
+            held = _hold(writer, function, number, target, asked["row"])
             tasks[number] = loop.create_task(held)
         elif number in tasks:
             tasks.pop(number).cancel()
@@ -97,12 +97,12 @@ async def _hold(
             returned = await function(target, row)
         else:
             returned = await asyncio.to_thread(_call, function, target, row)
-        line = _line(session=number, returned=_as_json(returned))
+        line = _line(number, "returned", _as_json(returned))
     except asyncio.CancelledError:
-        line = _line(session=number, raised="cancelled")
+        line = _line(number, "raised", "cancelled")
     except BaseException as error:
         told = traceback.format_exception(type(error), error, _users(error.__traceback__))
-        line = _line(session=number, raised="".join(told)[-LONGEST:])
+        line = _line(number, "raised", "".join(told)[-LONGEST:])
     writer.write(line)
 
 
@@ -159,8 +159,8 @@ def _users(trace: TracebackType | None) -> TracebackType | None:
     return users
 
 
-def _line(**message: Any) -> bytes:
-    return json.dumps(message).encode() + b"\n"
+def _line(number: int, kind: str, value: Any = None) -> bytes:
+    return json.dumps([number, kind, value]).encode() + b"\n"
 
 
 def _die_with_parent() -> None:

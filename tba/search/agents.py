@@ -17,10 +17,10 @@ import asyncio
 import json
 import secrets
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -33,6 +33,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.search.agent_process import AgentProcess
 from tba.search.chat import Chat
+from tba.search.process import EventLoop
 from tba.search.responses import Responses
 from tba.search.session import Asked, Exchange, Session, Turns
 from tba.search.verdicts import Rejected, Verdict
@@ -103,11 +104,9 @@ class Endpoint:
         self._socket.bind(("127.0.0.1", port))
         self._socket.listen()  # so that who comes before the server waits
         self.port: int = self._socket.getsockname()[1]
-        self._runner = asyncio.Runner()
-        self.loop = self._runner.get_loop()
+        self.loop = EventLoop("endpoint")
         self._server = _server(self._chat, self._models)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
-        self._thread.start()
+        self._serving = self.loop.begin(self._server.serve(sockets=[self._socket]))
 
     def begin(self, live: Live) -> str:
         """Return the base URL of a session. Whoever does not know it cannot guess it."""
@@ -125,11 +124,8 @@ class Endpoint:
         """End all sessions and the server."""
         self._server.should_exit = True
         self._server.force_exit = True
-        self._thread.join(10)
-
-    def _run(self) -> None:
-        with self._runner:
-            self._runner.run(self._server.serve(sockets=[self._socket]))
+        wait([self._serving], 10)
+        self.loop.close()
 
     async def _models(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
@@ -158,7 +154,7 @@ class Endpoint:
             raise RefusedError(410, ENDED)
         key = json.dumps(asked.model_dump(), sort_keys=True)
         if key not in live.running:
-            live.running[key] = Job(self.loop.create_task(self._sampled(live, asked, key)))
+            live.running[key] = Job(asyncio.create_task(self._sampled(live, asked, key)))
         job = live.running[key]
         if await _is_gone(request, job):
             if job.waiting == 0 and job.exchange is None:
@@ -297,7 +293,7 @@ class Agents:
                 session = Session(self._program.history)
                 live = Live(session, sampling, seed, len(sessions), self._program.max_calls)
                 holding = self._hold(row, live, until)
-                started.append(asyncio.run_coroutine_threadsafe(holding, self._endpoint.loop))
+                started.append(self._endpoint.loop.begin(holding))
                 sessions.append(session)
         while not all(each.done() for each in started):
             self._endpoint.turns.work(0.05)
@@ -319,8 +315,7 @@ class Agents:
         return counts
 
     def close(self) -> None:
-        """End the endpoint and the process."""
-        self._process.close()
+        """End the endpoint, and with its event loop the process."""
         self._endpoint.close()
 
     async def _hold(self, row: Mapping[str, Any], live: Live, until: float) -> Verdict:

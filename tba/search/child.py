@@ -27,15 +27,12 @@ from typing import Any
 
 import psutil
 
-from tba.child import MARK, kill, kill_with_parent, started_by
+from tba.child import MARK, STARTED, kill, kill_with_parent, started_by
 from tba.search.verdicts import Rejected, Verdict, finished, parse_score, rejection
 from tba.tasks import Itemized, Task, listed, scorer_of
 
 SLICE = 0.1
 """Most seconds of a call's time that count while the event loop does not turn."""
-
-STARTED = 0
-"""Number of the first reply, which says that the tasks were built, or why not."""
 
 
 def main(end: int) -> None:
@@ -92,7 +89,7 @@ class ScoringServer:
             for name, build in pickle.loads(builds).items():
                 self._tasks[name] = build()
         except BaseException as error:
-            self._reply(STARTED, "rejected", _as_json(rejection(error)))
+            self._reply(STARTED, "failed", rejection(error).detail)
             return
         # memory that is written, not address space: torch and CUDA reserve much more of that; not
         # before, because a judge of billions of parameters is loaded to the CPU first

@@ -4,21 +4,15 @@ The process that scores is killed if a call hangs; `child` is its main program.
 """
 
 import asyncio
-import json
 import math
 import pickle
-import signal
-import socket
-import struct
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable
-from itertools import count
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 import cloudpickle
@@ -26,6 +20,7 @@ import cloudpickle
 from tba.child import Child
 from tba.engines import EngineError, RewardError
 from tba.prompt import Answer, Prompt
+from tba.search.process import Ended, EventLoop, Process
 from tba.search.verdicts import DIED, Rejected, Verdict, finished, parse_score, rejection
 from tba.tasks import REWARD, Itemized, ScorerName, Task, listed, scorer_of
 
@@ -35,41 +30,26 @@ TIMEOUTS = 2
 GRACE = 1.0
 """Seconds past its deadline after which an async call has blocked the event loop."""
 
-SENDING = 30
-"""Seconds after which a process that reads nothing counts as hung."""
-
 NOT_TRIED = Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
 
 
-@dataclass(frozen=True)
-class NoReplyError(Exception):
-    """A call got no reply: it is late, or the process that scores has ended."""
-
-    how: str
-    """The way in which the process has ended; empty if the call is late."""
-    beside: bool
-    """True if other calls were in flight, one of which may be the cause."""
+Verdicts = list[Verdict] | Rejected
+"""A verdict on each answer of a group, or the rejection of all."""
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A reply that a process will give in some seconds; a pending one if the function is async."""
+class Awaits:
+    """A call whose function is async: the reply comes in so many seconds."""
 
-    worker: "Worker"
-    reply: "Future[Reply]"
     seconds: float
 
-    def result(self) -> "Reply":
-        """Wait for the reply. If there is none in time, stop the process: NoReplyError."""
-        try:
-            return self.reply.result(self.seconds)
-        except TimeoutError:
-            beside = len(self.worker.waiting) > 1
-            self.worker.stop()
-            raise NoReplyError("", beside) from None
 
+@dataclass(frozen=True)
+class Late:
+    """A call without a reply in time."""
 
-Reply = list[Verdict] | Rejected | Pending
+    beside: bool = False
+    """True if other calls were in flight, one of which may be the cause."""
 
 
 @dataclass
@@ -81,7 +61,7 @@ class Search:
     """Timeouts in a row, without a reply between them."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """A call of the scoring function for one group, in a process."""
 
@@ -89,8 +69,6 @@ class Call:
     group: bytes
     size: int
     seconds: float
-    alone: bool = False
-    """True for the second try, during which no other call begins."""
 
 
 class Scoring:
@@ -104,9 +82,9 @@ class Scoring:
 
         Scoring()                    the thread of a search waits for the verdicts on its groups
           _group                     a thread for each group, `concurrency` at most
-            _begin                   one thread for all calls: no two begin at once
-              Worker.begin           sends the group -> `child.ScoringServer`, which calls the task
-              Worker._receive        a thread that reads the replies
+            _attempt                 in one event loop, where no two calls begin at once
+              Process.call           sends the group -> `child.ScoringServer`, which calls the task
+              Process.reply          waits for verdicts, or for the news that they are awaited
 
     Without a process, a call is a plain call, without deadlines, for a debugger.
     """
@@ -129,9 +107,10 @@ class Scoring:
         self._plain = Lock()
         if process is not None:
             self._groups = ThreadPoolExecutor(concurrency, "scoring")
-            self._turns = ThreadPoolExecutor(1, "scoring")  # first come, first served, unlike locks
-            self._started = self._turns.submit(process.ready)
-            weakref.finalize(self, process.close)
+            self._turn = asyncio.Lock()  # first come, first served
+            self._loop = EventLoop("scoring")
+            self._started = self._loop.begin(process.ready())
+            weakref.finalize(self, self._loop.stop)
 
     def __call__(
         self,
@@ -165,9 +144,8 @@ class Scoring:
     def close(self) -> None:
         """End the process, if there is one."""
         if self._process is not None:
-            self._process.close()
+            self._loop.close()
             self._groups.shutdown()
-            self._turns.shutdown()
 
     def _group(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
         """Score a group; if the call raises, score each of its answers alone."""
@@ -198,9 +176,7 @@ class Scoring:
             verdicts = Rejected("wrong_length", f"{len(verdicts)} rewards for {n} answers")
         return [verdicts] * n if isinstance(verdicts, Rejected) else verdicts
 
-    def _plainly(
-        self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]
-    ) -> list[Verdict] | Rejected:
+    def _plainly(self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
         """Call the function here; an async one in a thread, because this one may have a loop."""
         try:
             scores: Any = scorer_of(self.tasks, name).score(prompt, answers)
@@ -213,9 +189,7 @@ class Scoring:
         except Exception as error:  # untrusted
             return rejection(error)
 
-    def _in_process(
-        self, search: Search, prompt: Prompt, answers: Sequence[Answer]
-    ) -> list[Verdict] | Rejected:
+    def _in_process(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
         """Call the function in the process, again if another call may have ended that."""
         try:
             group = pickle.dumps((search.name, prompt, tuple(answers)))
@@ -223,40 +197,37 @@ class Scoring:
             return rejection(error)
         seconds = min(self._deadline * len(answers), self._longest)
         call = Call(search, group, len(answers), seconds)
-        try:
-            reply = self._wait(call, self._turns.submit(self._begin, call).result())
-        except NoReplyError:
-            call.alone = True
-            reply = self._turns.submit(self._begin, call).result()
-        assert not isinstance(reply, Pending)
-        return reply
+        verdicts = self._loop.begin(self._attempt(call)).result()
+        if verdicts is None:
+            verdicts = self._loop.begin(self._attempt(call, alone=True)).result()
+        assert verdicts is not None
+        return verdicts
 
-    def _begin(self, call: Call) -> Reply:
-        """Begin a call when its turn has come, and return the first reply; `alone`, the last."""
-        assert self._process is not None
-        worker = self._process.ready()
-        if call.search.timeouts >= TIMEOUTS:
-            return NOT_TRIED
-        reply = self._wait(call, worker.begin(call))
-        return self._wait(call, reply) if call.alone else reply
+    async def _attempt(self, call: Call, alone: bool = False) -> Verdicts | None:
+        """Return verdicts; None if another call may be the cause that there are none.
 
-    def _wait(self, call: Call, reply: Reply) -> Reply:
-        """Return what a pending reply becomes, or the rejection of a call that gets none.
-
-        NoReplyError if another call may be the cause, unless it is the second try.
+        Calls begin one after the other. While one is `alone`, no other begins at all.
         """
-        if not isinstance(reply, Pending):
-            return reply
-        try:
-            reply = reply.result()
-        except NoReplyError as error:
-            if error.beside and not call.alone:
-                raise
-            if not error.how:
-                return self._timeout(call)
-            reply = Rejected(DIED, f"the scoring process ended {error.how}")
-        if not isinstance(reply, Pending):
-            call.search.timeouts = 0
+        process = self._process
+        assert process is not None
+        async with self._turn:
+            await process.ready()
+            if call.search.timeouts >= TIMEOUTS:
+                return NOT_TRIED
+            number = process.call(lambda n: pickle.dumps((n, call.seconds, call.group)))
+            reply = await _reply(process, number, call.seconds)
+            if alone and isinstance(reply, Awaits):
+                reply = await _reply(process, number, reply.seconds + GRACE)
+        if isinstance(reply, Awaits):
+            reply = await _reply(process, number, reply.seconds + GRACE)
+        process.forget(number)
+        if isinstance(reply, Ended | Late) and reply.beside and not alone:
+            return None
+        if isinstance(reply, Late):
+            return self._timeout(call)
+        call.search.timeouts = 0
+        if isinstance(reply, Ended):
+            return Rejected(DIED, f"the scoring process ended {reply.how}")
         return reply
 
     def _timeout(self, call: Call) -> Rejected:
@@ -270,7 +241,17 @@ class Scoring:
         )
 
 
-class ScoringProcess:
+async def _reply(process: Process, number: int, seconds: float) -> Any:
+    """Return a reply to a call. If there is none in time, the process is ended."""
+    try:
+        return await process.reply(number, seconds)
+    except TimeoutError:
+        late = Late(beside=len(process.calls) > 1)
+        await process.end()
+        return late
+
+
+class ScoringProcess(Process):
     """A process that scores, and is replaced when it has ended.
 
     It builds the task of the run, "", and those of evaluation sets, so that judges of the same
@@ -283,152 +264,32 @@ class ScoringProcess:
         max_memory: float,
         start_deadline: float = 300.0,
     ):
-        self._setup = pickle.dumps((max_memory, cloudpickle.dumps(builds)))
-        self._start_deadline = start_deadline
-        self._worker: Worker | None = None
-        self._failure: Rejected | None = None
-        self._worked = False
-        self._closed = False
-        self._lock = Lock()
+        setup = pickle.dumps((max_memory, cloudpickle.dumps(builds)))
+        hint = "\nIf the task works in the searcher's own process, set reward.isolate=none"
+        super().__init__("the scoring process", setup, start_deadline, hint)
 
-    def ready(self) -> "Worker":
-        """Return a process that can score; RewardError if it cannot start.
+    async def ready(self) -> None:
+        """Start the process unless it runs; RewardError if it cannot start.
 
         EngineError, which restarts the searcher, if there has been one before.
         """
-        if self._failure is None:
-            self._failure = self._start()
-        if self._failure is not None:
-            kind = EngineError if self._worked else RewardError
-            raise kind(
-                f"the scoring process did not start: {self._failure.detail}\nIf the task works in"
-                " the searcher's own process, set reward.isolate=none"
-            )
-        assert self._worker is not None
-        self._worked = True
-        return self._worker
-
-    def _start(self) -> Rejected | None:
-        """Start a process unless there is one, and return why it cannot score."""
-        with self._lock:
-            if self._closed:
-                return Rejected(DIED, "it was closed")
-            if self._worker is None or self._worker.ended:
-                try:
-                    self._worker = Worker(self._setup)
-                except OSError as error:  # no memory, or too many processes or open files
-                    return rejection(error)
-        return self._worker.failure(self._start_deadline)
-
-    def close(self) -> None:
-        """End the process, and start no other."""
-        with self._lock:
-            self._closed = True
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker.reader.join(10)
-
-
-class Worker:
-    """One process: it scores until it ends or does not reply in time.
-
-    A socket connects it to `child`.
-    """
-
-    def __init__(self, setup: bytes):
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            try:
-                end = theirs.fileno()
-                self._child = Child("tba.search.child:main", end, pass_fds=[end])
-            except OSError:
-                self._socket.close()
-                raise
-        self.ended = ""  # how it has ended, in words
-        self.waiting: dict[int, Future[Any]] = {}
-        """Replies that have not come, by the number of the call."""
-        self._numbers = count()
-        self._lock = Lock()  # guards what is waiting
-        self._stopping = Lock()
-        self._started = self._expect(next(self._numbers))
-        self.reader = Thread(target=self._serve, args=[setup], daemon=True, name="scoring")
-        self.reader.start()
-
-    def failure(self, seconds: float) -> Rejected | None:
-        """Wait until the tasks are built, and return why they were not."""
         try:
-            failure: Rejected | None = self._started.result(seconds)
-            return failure
-        except TimeoutError:
-            limit = f"runtime.start_deadline = {seconds:g} s"
-            return Rejected("timeout", f"not within {limit}; raise it if models load so long")
-        except NoReplyError as error:
-            return Rejected(DIED, f"the scoring process ended {error.how}")
+            await super().ready()
+        except ChildProcessError as error:
+            kind = EngineError if self.worked else RewardError
+            raise kind(str(error)) from error
 
-    def begin(self, call: Call) -> Pending:
-        """Send a group."""
-        number = next(self._numbers)
-        reply = self._expect(number)
-        try:
-            self._socket.sendall(pickle.dumps((number, call.seconds, call.group)))
-        except OSError:
-            self.stop()
-        return Pending(self, reply, call.seconds)
+    def child(self, end: int) -> Child:
+        return Child("tba.search.child:main", end, pass_fds=[end])
 
-    def _expect(self, number: int) -> "Future[Any]":
-        reply: Future[Any] = Future()
-        with self._lock:
-            if self.ended:
-                reply.set_exception(NoReplyError(self.ended, beside=False))
-            else:
-                self.waiting[number] = reply
-        return reply
-
-    def _serve(self, setup: bytes) -> None:
-        """Receive replies until the process ends."""
-        # killed with unread requests or within a reply, or the function wrote to the socket
-        wrong = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-        with suppress(OSError, *wrong), self._socket.makefile("rb") as replies:
-            self._socket.sendall(setup)
-            limit = struct.pack("ll", SENDING, 0)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            for line in replies:
-                self._receive(*json.loads(line))
-        self.stop()
-        self._socket.close()
-
-    def _receive(self, number: int, kind: str, value: Any) -> None:
+    def parse(self, kind: str, value: Any) -> Verdicts | Awaits | Late | None:
         if kind == "verdicts":
-            value = [_from_json(verdict) for verdict in value]
-        elif kind == "rejected":
-            value = Rejected(*map(str, value))
-        with self._lock:
-            reply = self.waiting.pop(number, None)
-        if reply is None:  # a function has forked, or wrote to the socket
-            return
-        if kind == "late":
-            reply.set_exception(NoReplyError("", beside=False))
-        elif kind == "awaits":
-            reply.set_result(Pending(self, self._expect(number), value + GRACE))
-        else:
-            reply.set_result(value)
-
-    def stop(self) -> None:
-        """Kill the process and those it has started; calls in flight get no reply."""
-        with self._stopping:
-            if self.ended:
-                return
-            self._child.kill()
-            status = self._child.status
-            how = f"with exit status {status}"
-            if status is not None and status < 0:
-                how = f"by signal {-status} ({signal.strsignal(-status)})"
-            with self._lock:
-                self.ended = how
-                replies = list(self.waiting.values())
-                self.waiting.clear()
-        for reply in replies:
-            reply.set_exception(NoReplyError(self.ended, beside=len(replies) > 1))
+            return list(map(_from_json, value))
+        if kind == "rejected":
+            return Rejected(*map(str, value))
+        if kind == "awaits":
+            return Awaits(float(value))
+        return Late() if kind == "late" else None
 
 
 def _from_json(plain: Any) -> Verdict:

@@ -70,7 +70,7 @@ def running(endpoint: Endpoint) -> set[str]:
     async def names() -> set[str]:
         return {str(task.get_coro().__qualname__) for task in asyncio.all_tasks()}
 
-    return asyncio.run_coroutine_threadsafe(names(), endpoint.loop).result(30)
+    return endpoint.loop.begin(names()).result(30)
 
 
 def test_each_session_ends_as_a_trajectory_or_as_a_named_rejection(agent, monkeypatch):

@@ -1,0 +1,202 @@
+"""Child processes that answer calls: one scores answers, another one runs a user's program.
+
+    caller                    event loop                         child
+    Process.ready                                             -> its main function
+    Process.call                                              -> a call, as bytes
+    Process.reply          <- Process._read, which parses it  <- a line of JSON
+
+A line has the number of the call, a kind and a value. The first one has the number STARTED, and the
+kind "started" or "failed". A child that cannot be understood is ended.
+"""
+
+import asyncio
+import json
+import signal
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from threading import Thread
+from typing import Any, TypeVar
+
+from tba.child import STARTED, Child
+from tba.config.errors import masked
+
+T = TypeVar("T")
+
+LONGEST_LINE = 2**24
+"""Most bytes of a reply."""
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors of reading: the child was killed within a reply, or a function wrote to its socket."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """First reply of a child that cannot be called."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Comes in place of a reply: the child has ended."""
+
+    how: str
+    beside: bool
+    """True if other calls were in flight, one of which may be the cause."""
+
+
+class Process(ABC):
+    """A child that answers calls: it is started when it is needed, and again when it has ended.
+
+    All methods run in one event loop, which ends the child when it is closed.
+    """
+
+    def __init__(self, name: str, setup: bytes, start_deadline: float, hint: str = ""):
+        """`setup` is sent before all calls; the error of a start that fails has name and hint."""
+        self._name = name
+        self._setup = setup
+        self._start_deadline = start_deadline
+        self._hint = hint
+        self._starting = asyncio.Lock()
+        self._writer: asyncio.StreamWriter
+        self._reading: asyncio.Task[None] | None = None
+        self._failure = ""
+        self.worked = False
+        """Whether a child has ever started."""
+        self._numbers = count(STARTED + 1)
+        self._replies: dict[int, asyncio.Queue[Any]] = {}
+        """Replies that nobody has taken yet, by the number of the call."""
+
+    @abstractmethod
+    def child(self, end: int) -> Child:
+        """Start the child, which has this descriptor of a socket."""
+
+    @abstractmethod
+    def parse(self, kind: str, value: Any) -> Any:
+        """Return a reply."""
+
+    async def ready(self) -> None:
+        """Start the child unless it runs; ChildProcessError if it cannot start, now and later."""
+        async with self._starting:
+            if not self._failure and (self._reading is None or self._writer.is_closing()):
+                self._failure = await self._start()
+            if self._failure:
+                told = f"{self._name} did not start: {self._failure}{self._hint}"
+                raise ChildProcessError(masked(told))
+            self.worked = True
+
+    @property
+    def calls(self) -> set[int]:
+        """Numbers of the calls in flight."""
+        return set(self._replies)
+
+    def call(self, request: Callable[[int], bytes]) -> int:
+        """Send a call to a child that is ready; it is in flight until its number is forgotten."""
+        number = next(self._numbers)
+        self._replies[number] = asyncio.Queue()
+        self._writer.write(request(number))
+        return number
+
+    def send(self, data: bytes) -> None:
+        """Send more about a call."""
+        self._writer.write(data)
+
+    async def reply(self, number: int, seconds: float) -> Any:
+        """Return the next reply to a call, or Ended; TimeoutError if there is none in time."""
+        return await asyncio.wait_for(self._replies[number].get(), seconds)
+
+    def forget(self, number: int) -> None:
+        del self._replies[number]
+
+    async def end(self) -> None:
+        """Kill the child and what it has started; calls in flight get Ended."""
+        if self._reading is not None:
+            self._writer.transport.abort()  # with what has not been sent, and may not be read
+            await asyncio.wait({self._reading})
+
+    async def _start(self) -> str:
+        """Start the child, and return why it cannot be called, if so."""
+        await self.end()
+        own, theirs = socket.socketpair()
+        with theirs:
+            try:
+                reader, self._writer = await asyncio.open_unix_connection(
+                    sock=own, limit=LONGEST_LINE
+                )
+            except asyncio.CancelledError:
+                own.close()
+                raise
+            try:
+                child = self.child(theirs.fileno())
+            except OSError as error:  # no memory, or too many processes or open files
+                self._writer.transport.abort()
+                return str(error)
+        self._replies[STARTED] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read(child, reader))
+        try:
+            self._writer.write(self._setup)
+            reply = await self.reply(STARTED, self._start_deadline)
+        except TimeoutError:
+            limit = f"runtime.start_deadline = {self._start_deadline:g} s"
+            reply = Failed(f"not within {limit}; raise it if models load so long")
+        finally:
+            self.forget(STARTED)
+        if isinstance(reply, Ended):
+            return f"its process ended {reply.how}"
+        if not isinstance(reply, Failed):
+            return ""
+        await self.end()
+        return reply.why
+
+    async def _read(self, child: Child, reader: asyncio.StreamReader) -> None:
+        """Receive replies until the child ends."""
+        try:
+            while line := await reader.readline():
+                number, kind, value = json.loads(line)
+                reply = Failed(str(value)) if kind == "failed" else self.parse(kind, value)
+                if number in self._replies:  # else a function has forked, or wrote to the socket
+                    self._replies[number].put_nowait(reply)
+        except UNREADABLE:
+            pass
+        finally:
+            self._writer.transport.abort()
+            await asyncio.to_thread(child.kill)
+            status = child.status
+            how = f"with exit status {status}"
+            if status is not None and status < 0:
+                how = f"by signal {-status} ({signal.strsignal(-status)})"
+            for replies in self._replies.values():
+                replies.put_nowait(Ended(how, beside=len(self._replies) > 1))
+
+
+class EventLoop:
+    """An event loop in a thread of its own. Its end cancels what runs, and ends its children."""
+
+    def __init__(self, name: str):
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
+        self._stopped = asyncio.Event()
+        self._thread = Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin a coroutine from another thread, and return its future result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        """Let the loop end. It may be called twice."""
+        with suppress(RuntimeError):  # it has been closed
+            self._loop.call_soon_threadsafe(self._stopped.set)
+
+    def close(self) -> None:
+        """End the loop, and wait for that."""
+        self.stop()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        with self._runner:
+            self._runner.run(self._stopped.wait())
