@@ -86,8 +86,6 @@ class Handle:
     version: int  # version of the newest weights that it was sent
     tasks: list[Task]  # calls that have not returned, in the order in which it begins them
     calls: Calls  # that start them
-    failures: int = 0
-    """Searchers in a row that have failed in its place, and have delivered nothing before."""
     sent: float = -inf
     """Time of the last publication to it."""
     machine: str | None = None
@@ -141,12 +139,6 @@ class Handle:
     def kill(self) -> None:
         self.calls("end a searcher", ray.kill, self.actor)
 
-    def done(self, task: Task) -> None:
-        """Record that a call has returned its result."""
-        self.tasks.remove(task)
-        if task.kind in ("search", "evaluate"):
-            self.failures = 0
-
 
 def ended(refs: list[Any]) -> list[Any]:
     """Return those of the calls that have ended, after some time if there are none."""
@@ -185,14 +177,15 @@ class Pool:
             "evaluate": task,
             "publish": 3 * task,  # it may be behind a piece of an evaluation, and that one a search
         }
-        # room of searchers to start, with the time at which to do so, and failures in a row
-        self._vacancies: list[tuple[Slot, float, int]] = []
+        # room of searchers to start, with the time at which to do so
+        self._vacancies: list[tuple[Slot, float]] = []
         self._enough = clock()  # last time at which there were enough searchers
         self.handles: list[Handle] = []
         self.newest: Sent | None = None  # weights that were published last
         self.published = 0.0  # time at which they were
         self.newest_reference: Sent | None = None
         self.restarts_left = settings.max_restarts
+        self.worked = False  # whether any searcher has started
 
     def fill(self, slots: Sequence[Slot]) -> None:
         """Start the searchers of these slots, or let them wait until Ray has room for them."""
@@ -200,22 +193,22 @@ class Pool:
             if slot.group is None:  # in lockstep, they share the work from the start
                 self.start(slot)
             else:
-                self._vacancies.append((slot, self._clock(), 0))
+                self._vacancies.append((slot, self._clock()))
 
-    def start(self, slot: Slot, failures: int = 0) -> None:
+    def start(self, slot: Slot) -> None:
         """Start a searcher with the newest weights, or with the initial ones."""
         newest = self.newest
         actor, ref = self._calls("start a searcher", self._begin, slot, newest)
         version = 0 if newest is None else newest.version
         tasks = [Task("start", ref, weights=newest)]
-        self.handles.append(Handle(slot, actor, version, tasks, self._calls, failures))
+        self.handles.append(Handle(slot, actor, version, tasks, self._calls))
 
     def replace(self, handle: Handle) -> None:
         """End a searcher; `restart` starts another in its place."""
         self.restarts_left -= 1
         handle.kill()
         self.handles.remove(handle)
-        self._vacancies.append((handle.slot, self._clock(), handle.failures + 1))
+        self._vacancies.append((handle.slot, self._clock()))
 
     def leave(self, machine: str) -> list[Handle]:
         """End the searchers of a machine that is lost, and ask Ray for room on others."""
@@ -225,23 +218,23 @@ class Pool:
             handle.kill()
             self.handles.remove(handle)
             slot = self._calls("look for another machine", handle.slot.anew)
-            self._vacancies.append((slot, self._clock(), 0))
+            self._vacancies.append((slot, self._clock()))
         return ended
 
     def restart(self) -> None:
         """Start the searchers that need not wait any longer, for their time or for room."""
         now = self._clock()
-        for slot, at, failures in [*self._vacancies]:
+        for slot, at in [*self._vacancies]:
             if at > now:
                 continue
-            self._vacancies.remove((slot, at, failures))
+            self._vacancies.remove((slot, at))
             if slot.group is None:
-                self.start(slot, failures)
+                self.start(slot)
             elif machine := self._calls("look for room", slot.machine):
-                self.start(slot, failures)
+                self.start(slot)
                 self.handles[-1].machine = machine
             else:
-                self._vacancies.append((slot, now + LOOK, failures))
+                self._vacancies.append((slot, now + LOOK))
         self._check_enough()
 
     def running(self) -> list[Handle]:

@@ -303,14 +303,15 @@ class RaySearchers:
                 why = "died (Ray ended it, because this machine's memory is full)"
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 why = f"could not start: {error}"
-                if handle.failures == 0:  # none has ever worked here
+                if not self._pool.worked:
                     raise SearchError(f"a searcher {why}") from error
             self._restart(handle, why)
             return
         with self._changed:
-            handle.done(task)
+            handle.tasks.remove(task)
             if task.kind == "start":
                 handle.machine = result
+                self._pool.worked = True
             elif task.kind == "publish":
                 self._stats.latest["sync/adopted"] = time.monotonic() - task.published
             elif task.kind == "search":

@@ -92,10 +92,10 @@ def slot(core: int) -> Slot:
     return Slot(Place("cpu", (core,)), {})
 
 
-def start(pool: Pool, slot: Slot, failures: int = 0) -> None:
+def start(pool: Pool, slot: Slot) -> None:
     """Start a searcher that is ready at once, on another machine if its core is above 1."""
     machine = "far" if slot.place.cores > (1,) else "here"
-    handle = Handle(slot, Actor(slot), 0, [], pool._calls, failures, machine=machine)
+    handle = Handle(slot, Actor(slot), 0, [], pool._calls, machine=machine)
     pool.handles.append(handle)
 
 
