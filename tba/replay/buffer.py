@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.replay.store import EMPTY, SHOWN, State, Store, Table, behind, key_of
+from tba.replay.store import EMPTY, SHOWN, State, Store, Table, key_of
 from tba.strategies import Columns, Strategy
-from tba.types import Group, Trajectory
+from tba.types import GIVEN, RESTART, Group, Trajectory, marks_of
 
 STEPS = 50
 """Most steps over which `Pace` compares samples."""
@@ -198,9 +198,22 @@ def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Traject
     Sessions of an agent may begin unlike. What the stored prompt lacks is given; where it has
     something else, the trajectory begins with a new context.
     """
-    if np.array_equal(own[: len(stored)], stored):
-        return behind(t, own[len(stored) :], restart=False)
-    return behind(t, own, restart=True)
+    begins_alike = np.array_equal(own[: len(stored)], stored)
+    given = own[len(stored) :] if begins_alike else own
+    if not len(given):
+        return t
+    marks = np.full(len(given), GIVEN, np.uint8)
+    marks[0] = GIVEN if begins_alike else RESTART
+    zeros = np.zeros(len(given), np.float32)
+    return replace(
+        t,
+        tokens=np.concatenate([given, t.tokens]),
+        behavior_logp=np.concatenate([zeros, t.behavior_logp]),
+        ref_logp=np.concatenate([zeros, t.ref_logp]),
+        value=None if t.value is None else np.concatenate([zeros, t.value]),
+        switches=tuple((place + len(given), version) for place, version in t.switches),
+        marks=np.concatenate([marks, marks_of(t)]),
+    )
 
 
 def _is_finite(t: Trajectory) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
 from tba.prompt import Prompt
-from tba.types import GIVEN, RESTART, Group, Trajectory, marks_of, switches_of
+from tba.types import Group, Trajectory, switches_of
 
 FOLDER = "replay"
 STATE = "state.json"
@@ -312,26 +312,6 @@ def key_of(response: Trajectory, prompt: int) -> bytes:
     return hashlib.blake2b(
         content, digest_size=KEY.itemsize, salt=prompt.to_bytes(8, "little")
     ).digest()
-
-
-def behind(trajectory: Trajectory, given: np.ndarray, restart: bool) -> Trajectory:
-    """Return a trajectory behind given tokens, which begin a new context if `restart`."""
-    if not len(given):
-        return trajectory
-    value = trajectory.value
-    moved = tuple((place + len(given), version) for place, version in trajectory.switches)
-    marks = np.full(len(given), GIVEN, np.uint8)
-    marks[: int(restart)] = RESTART
-    zeros = np.zeros(len(given), np.float32)
-    return replace(
-        trajectory,
-        tokens=np.concatenate([given, trajectory.tokens]),
-        behavior_logp=np.concatenate([zeros, trajectory.behavior_logp]),
-        ref_logp=np.concatenate([zeros, trajectory.ref_logp]),
-        value=None if value is None else np.concatenate([zeros, value]),
-        switches=moved,
-        marks=np.concatenate([marks, marks_of(trajectory)]),
-    )
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:

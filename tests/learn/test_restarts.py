@@ -19,8 +19,8 @@ from tba.models.pretrained import load_model
 from tba.objectives import Head
 from tba.objectives.tb import TrajectoryBalance
 from tba.prompt import Prompt
-from tba.replay.buffer import ReplayBuffer
-from tba.replay.store import behind, load_groups, save_groups
+from tba.replay.buffer import ReplayBuffer, behind_prompt
+from tba.replay.store import load_groups, save_groups
 from tba.types import GIVEN, RESTART, SAMPLED, Group, Trajectory, collate
 
 G, S, R = GIVEN, SAMPLED, RESTART
@@ -144,9 +144,7 @@ def test_a_session_that_begins_otherwise_brings_its_prompt(tiny_model, sessions)
         rows = policy(collate([group])).logp[0]
         expected = policy(collate([later])).logp[0]
         for t, row in zip(first.trajectories, expected, strict=True):
-            moved = behind(t, own, restart=True)
-            begins_alike = np.array_equal(own[:3], first.prompt_tokens)
-            moved = behind(t, own[3:], restart=False) if begins_alike else moved
+            moved = behind_prompt(t, own, first.prompt_tokens)
             (k,) = [
                 i for i, u in enumerate(group.trajectories)
                 if np.array_equal(u.tokens, moved.tokens) and u.restarts == moved.restarts
