@@ -31,9 +31,8 @@ from pydantic import ValidationError
 from tba.engines import Engine, EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
-from tba.search.agent_process import AgentProcess
 from tba.search.chat import Chat
-from tba.search.process import EventLoop
+from tba.search.process import AgentProcess, EventLoop
 from tba.search.responses import Responses
 from tba.search.session import Asked, Exchange, Session, Turns
 from tba.search.verdicts import Rejected, Verdict

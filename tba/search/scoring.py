@@ -20,7 +20,7 @@ import cloudpickle
 from tba.child import Child
 from tba.engines import EngineError, RewardError
 from tba.prompt import Answer, Prompt
-from tba.search.process import Ended, EventLoop, Process
+from tba.search.process import EventLoop, NoReply, Process
 from tba.search.verdicts import DIED, Rejected, Verdict, finished, parse_score, rejection
 from tba.tasks import REWARD, Itemized, ScorerName, Task, listed, scorer_of
 
@@ -42,14 +42,6 @@ class Awaits:
     """A call whose function is async: the reply comes in so many seconds."""
 
     seconds: float
-
-
-@dataclass(frozen=True)
-class Late:
-    """A call without a reply in time."""
-
-    beside: bool = False
-    """True if other calls were in flight, one of which may be the cause."""
 
 
 @dataclass
@@ -221,12 +213,12 @@ class Scoring:
         if isinstance(reply, Awaits):
             reply = await _reply(process, number, reply.seconds + GRACE)
         process.forget(number)
-        if isinstance(reply, Ended | Late) and reply.beside and not alone:
+        if isinstance(reply, NoReply) and reply.beside and not alone:
             return None
-        if isinstance(reply, Late):
+        if isinstance(reply, NoReply) and not reply.how:
             return self._timeout(call)
         call.search.timeouts = 0
-        if isinstance(reply, Ended):
+        if isinstance(reply, NoReply):
             return Rejected(DIED, f"the scoring process ended {reply.how}")
         return reply
 
@@ -246,7 +238,7 @@ async def _reply(process: Process, number: int, seconds: float) -> Any:
     try:
         return await process.reply(number, seconds)
     except TimeoutError:
-        late = Late(beside=len(process.calls) > 1)
+        late = NoReply("", beside=len(process.calls) > 1)
         await process.end()
         return late
 
@@ -282,14 +274,14 @@ class ScoringProcess(Process):
     def child(self, end: int) -> Child:
         return Child("tba.search.child:main", end, pass_fds=[end])
 
-    def parse(self, kind: str, value: Any) -> Verdicts | Awaits | Late | None:
+    def parse(self, kind: str, value: Any) -> Verdicts | Awaits | NoReply | None:
         if kind == "verdicts":
             return list(map(_from_json, value))
         if kind == "rejected":
             return Rejected(*map(str, value))
         if kind == "awaits":
             return Awaits(float(value))
-        return Late() if kind == "late" else None
+        return NoReply("", beside=False) if kind == "late" else None
 
 
 def _from_json(plain: Any) -> Verdict:
