@@ -65,7 +65,7 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
     try:
         for side, rank in (("undivided", None), ("FSDP2", 0)):
             trainer = parts.build(bench.device, rank)
-            budget = parts.settings.token_budget
+            budget = parts.config.trainer.token_budget
             slots = plan.slots(batch, budget, 1, trainer.policy.share_prompt, trainer.can_pack)
             if on_gpu:
                 cuda.reset_peak_memory_stats()

@@ -105,8 +105,9 @@ def gradients(t: SingleTrainer, batches: list[Batch], budgets: list[int]) -> lis
     """Return what each batch gives, from the same weights."""
     steps = []
     for batch, budget in zip(batches, budgets, strict=True):
-        settings = t.setup.settings.model_copy(update={"token_budget": budget})
-        t.setup = replace(t.setup, settings=settings)
+        config = t.setup.config
+        settings = config.trainer.model_copy(update={"token_budget": budget})
+        t.setup = replace(t.setup, config=config.model_copy(update={"trainer": settings}))
         slots = plan.slots(batch, budget, t.ranks, t.policy.share_prompt, t.can_pack)
         metrics = t.run(batch, slots, 1)
         named = t.policy.named_parameters()

@@ -61,7 +61,7 @@ def test_a_step_of_one_rank_of_64(model, alone):
     shard(t.policy, t.policy.model, "cpu", False, RANKS, FsdpTable())
     t = replace(t, rank=RANK, ranks=RANKS)
     batch = random_batch(0, GROUPS, samples=3, longest=8)
-    slots = plan.slots(batch, t.setup.settings.token_budget, RANKS, True, t.can_pack)
+    slots = plan.slots(batch, t.setup.config.trainer.token_budget, RANKS, True, t.can_pack)
     assert sorted(b for slot in slots for own in slot.groups for b in own) == [*range(GROUPS)]
     assert all(len(slot.groups) == RANKS for slot in slots)
     counts = [sum(len(slot.groups[rank]) for slot in slots) for rank in range(RANKS)]
