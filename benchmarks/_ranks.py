@@ -47,7 +47,6 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
     """Compare the first gradient, step time and peak memory with the undivided trainer's."""
     from torch import cuda, distributed
 
-    from tba.learn import plan
     from tba.runs.setup import check
 
     parts = check(bench.config(shape)).trainer_setup()
@@ -65,13 +64,11 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
     try:
         for side, rank in (("undivided", None), ("FSDP2", 0)):
             trainer = parts.build(bench.device, rank)
-            budget = parts.config.trainer.token_budget
-            slots = plan.slots(batch, budget, 1, trainer.policy.share_prompt, trainer.can_pack)
             if on_gpu:
                 cuda.reset_peak_memory_stats()
-            norms[side] = trainer.run(batch, slots, 0)["grad_norm"]
+            norms[side] = trainer.step(batch, 0)["grad_norm"]
             steps = iter(range(1, 100))
-            step = {"step": lambda t=trainer, s=slots, n=steps: t.run(batch, s, next(n))}
+            step = {"step": lambda t=trainer, n=steps: t.step(batch, next(n))}
             seconds[side] = _measure.alternate(step, bench.repeats, warmup=1)["step"]
             peaks[side] = cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
             del trainer, step

@@ -20,7 +20,6 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tba.learn import plan
 from tba.learn.trainer import SingleTrainer
 from tba.runtime.ranks import Unsent, _gather
 from tba.types import Batch
@@ -108,8 +107,7 @@ def gradients(t: SingleTrainer, batches: list[Batch], budgets: list[int]) -> lis
         config = t.setup.config
         settings = config.trainer.model_copy(update={"token_budget": budget})
         t.setup = replace(t.setup, config=config.model_copy(update={"trainer": settings}))
-        slots = plan.slots(batch, budget, t.ranks, t.policy.share_prompt, t.can_pack)
-        metrics = t.run(batch, slots, 1)
+        metrics = t.step(batch, 1)
         named = t.policy.named_parameters()
         steps.append((metrics, {n: whole(p.grad) for n, p in named if p.grad is not None}))
     return steps

@@ -141,19 +141,18 @@ class SingleTrainer:
         self._first_model = state.fingerprint(self.policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        slots = plan.slots(batch, self.setup.config.trainer.token_budget, 1, False, False)
-        return self.run(batch, slots, step)
-
-    def run(self, batch: Batch, slots: Sequence[plan.Slot], step: int) -> dict[str, float]:
         """Take a step of which this rank computes its part; metrics are those of all ranks."""
         started = time.perf_counter()
         _check_finite(batch, step)
         objective = self.setup.objective.at(step)
+        slots = self.slots(batch)
         self.optimizer.zero_grad(set_to_none=True)
         ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
         metrics = _mean([each.metrics for each in ran if each.metrics])
         self._check_reference(metrics.pop("from_ref"), step)
         metrics["batch/padding"] = sum(r.padding for r in ran) / sum(r.tokens for r in ran)
+        if self.ranks > 1:
+            metrics["batch/imbalance"] = plan.imbalance(batch, slots)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -176,10 +175,15 @@ class SingleTrainer:
             published_bytes=numbers * (2 if self.bf16_weights else 4),
         )
 
-    @property
-    def can_pack(self) -> bool:
-        """Tell whether a prompt and its responses may be one row."""
-        return takes_masks(self.policy.model)
+    def slots(self, batch: Batch) -> list[plan.Slot]:
+        """Return what each rank runs of a batch, and when: the same on all ranks."""
+        return plan.slots(
+            batch,
+            self.setup.config.trainer.token_budget,
+            self.ranks,
+            self.policy.share_prompt,
+            takes_masks(self.policy.model),
+        )
 
     def send(self, version: int) -> Sent:
         probe = publish.answer(self.policy, self.probe)

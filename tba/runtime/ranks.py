@@ -2,8 +2,8 @@
 
     train loop              rank 0, 1, ... (each an actor of Ray)
     ShardedTrainer
-      step                    plan.slots: what each rank runs, and when
-        _call("step")   -->     SingleTrainer.run: layers are gathered, gradients are added up
+      step              -->     SingleTrainer.slots: what each rank runs, and when
+                                SingleTrainer.step: layers are gathered, gradients are added up
       send, reference   -->     SingleTrainer.send: rank 0 sends each tensor to the searchers
       save              -->     state.save: each rank writes some of the tensors, whole
       load              -->     state.load: each rank reads its part of each tensor
@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from torch import Tensor, distributed
 
-from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference, plan
+from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
@@ -46,15 +45,6 @@ CAUSE = 1.0
 
 WRITING = "writing"
 """Group of the thread of a rank that writes beside its steps."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that the driver knows of a trainer whose model it does not hold."""
-
-    sizes: TrainerSizes
-    computes_in_bf16: bool
-    can_pack: bool
 
 
 class RankActor:
@@ -78,8 +68,11 @@ class RankActor:
     def start(
         self, setup: TrainerSetup, transport: Transport, host: str, port: int, deadline: float,
         rank: int,
-    ) -> Facts:  # fmt: skip
-        """Meet the other ranks, load the model and keep a part of each tensor."""
+    ) -> tuple[TrainerSizes, bool]:  # fmt: skip
+        """Meet the other ranks, load the model and keep a part of each tensor.
+
+        Return the trainer's sizes, and whether it computes in bf16.
+        """
         check_seen(self._folders)
         cuda = self._place.device.startswith("cuda")
         if cuda:
@@ -99,14 +92,10 @@ class RankActor:
         )
         own = transport if rank == 0 else Unsent()
         self._trainer = trainer = setup.build(self._place.device, rank, _gather, own)
-        return Facts(
-            sizes=trainer.sizes,
-            computes_in_bf16=trainer.computes_in_bf16,
-            can_pack=trainer.can_pack,
-        )
+        return trainer.sizes, trainer.computes_in_bf16
 
-    def step(self, batch: Batch, slots: Sequence[plan.Slot], step: int) -> dict[str, float]:
-        return self._trainer.run(batch, slots, step)
+    def step(self, batch: Batch, step: int) -> dict[str, float]:
+        return self._trainer.step(batch, step)
 
     def send(self, version: int) -> Sent:
         self._sent = self._trainer.send(version)
@@ -158,8 +147,7 @@ class ShardedTrainer:
         folders: Mapping[str, str],
         transport: Transport,
     ):
-        self._settings = setup.config.trainer
-        self._share_prompt = setup.config.policy.share_prompt
+        self._deadline = setup.config.trainer.deadline
         self._calls = calls
         groups: Any = {"concurrency_groups": {WRITING: 1}}
         create: Any = ray.remote(**groups)(RankActor)
@@ -170,34 +158,20 @@ class ShardedTrainer:
         given = start, "runtime.start_deadline", ENDED_BY_USER
         try:
             ((host, port),) = self._wait([self._ranks[0].open_port.remote], "start", *given)
-            loaded = setup, transport, host, port, self._settings.deadline
+            loaded = setup, transport, host, port, self._deadline
             begin = [partial(a.start.remote, *loaded, rank) for rank, a in enumerate(self._ranks)]
-            self._facts: Facts = self._wait(begin, "start", *given)[0]
+            self.sizes: TrainerSizes
+            self.computes_in_bf16: bool
+            (self.sizes, self.computes_in_bf16) = self._wait(begin, "start", *given)[0]
         except BaseException:
             self.close()
             raise
 
-    @property
-    def sizes(self) -> TrainerSizes:
-        return self._facts.sizes
-
-    @property
-    def computes_in_bf16(self) -> bool:
-        return self._facts.computes_in_bf16
-
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
-        slots = plan.slots(
-            batch,
-            self._settings.token_budget,
-            len(self._ranks),
-            self._share_prompt,
-            self._facts.can_pack,
-        )
         given = self._calls("hold a batch", ray.put, batch)
-        taken = self._call("step", "take a step", given, slots, step, passed=ENDED_BY_USER)
+        taken = self._call("step", "take a step", given, step, passed=ENDED_BY_USER)
         metrics: dict[str, float] = taken[0]
-        metrics["batch/imbalance"] = plan.imbalance(batch, slots)
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
@@ -234,7 +208,7 @@ class ShardedTrainer:
     def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
         """Let all ranks do the same, and return their results."""
         begin = [partial(getattr(actor, method).remote, *arguments) for actor in self._ranks]
-        return self._wait(begin, what, self._settings.deadline, "trainer.deadline", passed)
+        return self._wait(begin, what, self._deadline, "trainer.deadline", passed)
 
     def _wait(
         self,

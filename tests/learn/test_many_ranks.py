@@ -20,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
 from tba.config.tables import FsdpTable
-from tba.learn import plan
 from tba.models.sharding import shard
 from tba.runs.memory import Needs, planned_machine
 
@@ -61,12 +60,12 @@ def test_a_step_of_one_rank_of_64(model, alone):
     shard(t.policy, t.policy.model, "cpu", False, RANKS, FsdpTable())
     t = replace(t, rank=RANK, ranks=RANKS)
     batch = random_batch(0, GROUPS, samples=3, longest=8)
-    slots = plan.slots(batch, t.setup.config.trainer.token_budget, RANKS, True, t.can_pack)
+    slots = t.slots(batch)
     assert sorted(b for slot in slots for own in slot.groups for b in own) == [*range(GROUPS)]
     assert all(len(slot.groups) == RANKS for slot in slots)
     counts = [sum(len(slot.groups[rank]) for slot in slots) for rank in range(RANKS)]
     assert set(counts) == {2, 3}
-    assert math.isfinite(t.run(batch, slots, 1)["grad_norm"])
+    assert math.isfinite(t.step(batch, 1)["grad_norm"])
     held = {"weights": 0, "gradients": 0, "moments": 0}
     for name, parameter in t.policy.named_parameters():
         assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
