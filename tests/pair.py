@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tba.learn.trainer import SingleTrainer
-from tba.runtime.ranks import Unsent, _gather
+from tba.runtime.ranks import _gather
 from tba.types import Batch
-from tba.weights import Direct, Weights, whole
+from tba.weights import Weights, whole
 
 RANKS = 2
 STILL = "trainer.learning_rate=1e-30"
@@ -133,7 +133,7 @@ def beginning(model: Path, settings: tuple[str, ...], rank: int) -> dict[str, to
 
 def sent(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> list[Weights]:
     """Return what a rank sends after two steps, and after two more: weights, and a reference."""
-    t = replace(divided(model, True, settings, rank), transport=Direct() if rank == 0 else Unsent())
+    t = divided(model, True, settings, rank)
     every = []
     for version in (2, 4):
         gradients(t, [batch, batch], [10_000, 10_000])

@@ -27,7 +27,7 @@ from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Loss, Objective, kl_k3, total
 from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
-from tba.weights import Direct, Sent, Transport, published, trained
+from tba.weights import Direct, Probe, Sent, Transport, published, trained
 
 MOST_K3 = 10.0
 """Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
@@ -189,8 +189,7 @@ class SingleTrainer:
         probe = publish.answer(self.policy, self.probe)
         if self.ranks > 1:  # that pass has left the embeddings whole
             reshard(self.policy)
-        tensors = published(trained(self.policy.model), self.bf16_weights)
-        return self.transport.send(version, tensors, probe)
+        return self._send(version, self.bf16_weights, probe)
 
     def copy(self, version: int) -> Callable[[], Sent]:
         copy = self._free.pop() if self._free else publish.Copy(self.policy, self.bf16_weights)
@@ -198,8 +197,16 @@ class SingleTrainer:
         return partial(copy.send, version, self.probe, self.transport, self._free)
 
     def reference(self, version: int) -> Sent:
-        tensors = published(trained(self.policy.model), bf16=False)
-        return self.transport.send(version, tensors, None)
+        return self._send(version, False, None)
+
+    def _send(self, version: int, bf16: bool, probe: Probe | None) -> Sent:
+        """Send the weights. All ranks put each tensor together, and the first one sends it."""
+        tensors = published(trained(self.policy.model), bf16)
+        if self.rank == 0:
+            return self.transport.send(version, tensors, probe)
+        for _ in tensors:
+            pass
+        return Sent(version, None)
 
     def save(self, folder: Path) -> Callable[[], None]:
         return state.save(

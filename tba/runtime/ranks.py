@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
-from torch import Tensor, distributed
+from torch import distributed
 
 from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
@@ -34,7 +34,7 @@ from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import Place
 from tba.types import Batch
-from tba.weights import Direct, Probe, Sent, Transport
+from tba.weights import Sent, Transport
 
 Errors = tuple[type[Exception], ...]
 """Types of errors of a rank that are no loss of it: they are raised as they are."""
@@ -90,8 +90,7 @@ class RankActor:
             world_size=setup.config.trainer.devices,
             timeout=limit,
         )
-        own = transport if rank == 0 else Unsent()
-        self._trainer = trainer = setup.build(self._place.device, rank, _gather, own)
+        self._trainer = trainer = setup.build(self._place.device, rank, _gather, transport)
         return trainer.sizes, trainer.computes_in_bf16
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
@@ -115,17 +114,6 @@ class RankActor:
 
     def load(self, folder: Path) -> None:
         self._trainer.load(folder)
-
-
-class Unsent(Direct):
-    """Transport of a rank that takes part in gathering tensors, which the first rank sends."""
-
-    def send(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
-    ) -> Sent:
-        for _ in tensors:
-            pass
-        return Sent(version, None)
 
 
 def _gather(ran: Sequence[Ran]) -> list[Ran]:
