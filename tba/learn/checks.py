@@ -9,9 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.learn.head import token_logp
 from tba.learn.plan import Layout
-from tba.learn.policy import Policy
+from tba.learn.policy import Policy, token_logp
 from tba.models.cache import check_logits, takes_masks
 from tba.types import TokenBatch, collate_tokens
 

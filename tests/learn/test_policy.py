@@ -9,11 +9,10 @@ import torch
 from build import FAMILIES, WIDE, make
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import tba.learn.head
+import tba.learn.policy
 import tba.models.cache
 from tba.learn import plan
-from tba.learn.head import TokenLogp
-from tba.learn.policy import Policy
+from tba.learn.policy import Policy, TokenLogp
 from tba.models.cache import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.types import Batch, collate_tokens
@@ -73,8 +72,8 @@ def test_chunked_head_changes_nothing(blocks, batch, monkeypatch):
     """Three tokens at a time, with as many chunks in a block of gradients as `blocks` allows."""
     expected = by_autograd(Policy(make("llama"), 0.7), batch)
     monkeypatch.setitem(tba.models.cache.LOGITS_AT_ONCE, "cpu", 14 * 3)
-    monkeypatch.setattr(tba.learn.head, "SLOPES_AT_ONCE", blocks)
-    monkeypatch.setattr(tba.learn.head, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(tba.learn.policy, "SLOPES_AT_ONCE", blocks)
+    monkeypatch.setattr(tba.learn.policy, "ROWS_AT_ONCE", 5)
     policy = Policy(make("llama"), 0.7)
     given = (policy(batch).logp, policy(batch).entropy, gradients(policy, batch))
     torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
