@@ -175,7 +175,7 @@ class Process(ABC):
             pass
         finally:
             self._writer.transport.abort()
-            await asyncio.to_thread(child.kill)
+            child.kill()
             status = child.status
             how = f"with exit status {status}"
             if status is not None and status < 0:
