@@ -191,9 +191,6 @@ class Transport(Protocol):
     def receive(self, sent: Sent) -> Weights:
         """Return weights that were sent, of which the sender has no copy of its own."""
 
-    def close(self) -> None:
-        """Free memory that is kept for weights to come."""
-
 
 class Direct:
     """Transport within one process: the parcel is a copy of the weights."""
@@ -207,9 +204,6 @@ class Direct:
     def receive(self, sent: Sent) -> Weights:
         weights: Weights = sent.parcel
         return weights
-
-    def close(self) -> None:
-        pass
 
 
 def resend(weights: Weights, transport: Transport) -> Sent:

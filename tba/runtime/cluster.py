@@ -114,9 +114,6 @@ class ObjectStore:
                 f" {self.deadline:g} s"
             ) from error
 
-    def close(self) -> None:
-        pass  # Ray keeps nothing without a reference
-
 
 @dataclass(frozen=True, eq=False)
 class Slot:

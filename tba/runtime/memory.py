@@ -125,9 +125,6 @@ class SharedMemory:
         }
         return Weights(sent.version, arrays, mapped.probe)
 
-    def close(self) -> None:
-        self._files.clear()
-
     def _file(self) -> _File:
         """Return a file that nobody uses; it is no other thread's, either."""
         with self._choosing:

@@ -209,7 +209,6 @@ class RaySearchers:
         self._collector.join(timeout=10)
         with self._changed:
             self._pool = Pool(self._begin, self._settings, self._calls)  # copies of weights go
-        self._transport.close()
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""

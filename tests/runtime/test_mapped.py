@@ -30,7 +30,7 @@ def test_weights_arrive_whole_and_stay_while_they_are_used():
     file = sent.parcel.file.descriptor
     arrived, receiver = pickle.loads(pickle.dumps((sent, transport)))
     del sent
-    transport.close()
+    del transport
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
     arrived = pickle.loads(pickle.dumps(arrived))  # a receiver hands it on, as a sender
