@@ -1,17 +1,25 @@
 """Runtimes, in which searchers run. `Searchers` is their interface to the train loop."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from tba.config.runtime import RuntimeTable
+from tba.engines import RewardError, SearchError
 from tba.learn import Trainer
 from tba.search.prompts import PromptStream, SearchState
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
+from tba.search.verdicts import TRUNCATED
 from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Sent
+
+WINDOW = 64
+"""Samples that must have been scored before their rejections count."""
+TRUNCATED_AT_MOST = 256
+"""Samples in a row that may be rejected because they are cut off, before the run stops."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,51 @@ class SearchJob:
         """Return the seconds in which the groups must arrive. The setting is for a batch."""
         batches = groups / self.setup.config.trainer.groups
         return self.settings.gather_deadline * max(1.0, batches)
+
+
+class RejectionMonitor:
+    """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
+
+    Samples that are rejected because they are cut off do not count, unless all are.
+    """
+
+    def __init__(self, max_share: float):
+        self._max_share = max_share
+        self._recent = deque[SearchStats]()
+        self._truncated = 0
+
+    def add(self, stats: SearchStats) -> None:
+        """Add the statistics of one search; RewardError if too many samples were rejected."""
+        self._count_truncated(stats)
+        if not stats.scored:
+            return
+        self._recent.append(stats)
+        total = sum(one.scored for one in self._recent)
+        while total - self._recent[0].scored >= WINDOW:
+            total -= self._recent.popleft().scored
+        recent = SearchStats()
+        for one in self._recent:
+            recent.add(one)
+        del recent.rejected[TRUNCATED.reason]
+        rejected = recent.rejected.total()
+        if total >= WINDOW and rejected > self._max_share * total:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
+            raise RewardError(
+                f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
+                f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
+                f" error was:\n{recent.last_rejection}"
+            )
+
+    def _count_truncated(self, stats: SearchStats) -> None:
+        """Count the samples in a row that were cut off; SearchError if nothing else is left."""
+        cut_off = 0 < stats.generated == stats.rejected[TRUNCATED.reason]
+        self._truncated = self._truncated + stats.generated if cut_off else 0
+        if self._truncated >= TRUNCATED_AT_MOST:
+            raise SearchError(
+                f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
+                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
+                " raise sampling.max_tokens, or set sampling.truncated=keep"
+            )
 
 
 class Searchers(Protocol):

@@ -5,11 +5,11 @@ from copy import deepcopy
 from dataclasses import replace
 
 from tba.learn import Trainer
-from tba.runtime import SearchJob
+from tba.runtime import RejectionMonitor, SearchJob
 from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
 from tba.search.prompts import SearchState
-from tba.search.result import Evaluation, RejectionMonitor
+from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
 from tba.types import Group
 from tba.weights import Sent, Weights

@@ -41,13 +41,13 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskEr
 from tba.engines import EngineError, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
-from tba.runtime import SearchJob
+from tba.runtime import RejectionMonitor, SearchJob
 from tba.runtime.actor import SearcherActor, UnseenError
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
 from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, Task, ended, received
 from tba.search.prompts import SearchState
-from tba.search.result import Evaluation, RejectionMonitor, SearchResult, SearchStats
+from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
 from tba.types import Group
 from tba.weights import Sent, Weights, resend

@@ -33,7 +33,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.search.chat import Chat
 from tba.search.process import AgentProcess, EventLoop
-from tba.search.responses import Responses
+from tba.search.result import Responses
 from tba.search.session import Asked, Exchange, Session, Turns
 from tba.search.verdicts import Rejected, Verdict
 from tba.search.wire import RefusedError, Request, completion, message_of

@@ -14,7 +14,7 @@ from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat, chat_of
-from tba.search.responses import Responses, Result
+from tba.search.result import Responses, Result
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within

@@ -20,8 +20,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt
 from tba.search.chat import shown
 from tba.search.reference import Reference
-from tba.search.responses import Responses
-from tba.search.result import EvaluatedAnswer, Evaluation, Mode
+from tba.search.result import EvaluatedAnswer, Evaluation, Mode, Responses
 from tba.search.searcher import Searcher, SearchSetup
 from tba.search.verdicts import Rejected, Verdict
 from tba.streams import Use, seed_of

@@ -1,4 +1,4 @@
-"""Results of a search: groups, the one record of its statistics, and evaluations."""
+"""Results of a search: responses, groups, the one record of its statistics, and evaluations."""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -7,17 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import TypeAdapter
 
-from tba.engines import RewardError, SearchError
-from tba.search.verdicts import TRUNCATED, Rejected, Verdict
+from tba.models.pretrained import Tokenizer
+from tba.prompt import Answer, Prompt
+from tba.search.verdicts import TRUNCATED, Rejected, Verdict, added
 from tba.tasks import Itemized
-from tba.types import Group
-
-WINDOW = 64
-"""Samples that must have been scored before their rejections count."""
-TRUNCATED_AT_MOST = 256
-"""Samples in a row that may be rejected because they are cut off, before the run stops."""
+from tba.types import Completion, Group
 
 Mode = Literal["greedy", "sampled"]
 """How answers of an evaluation are sampled."""
@@ -119,49 +116,42 @@ class SearchStats:
         return TypeAdapter(cls).validate_python(plain)
 
 
-class RejectionMonitor:
-    """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
+@dataclass(frozen=True)
+class Result:
+    """Result of a call as the policy reads it, which may be an error, and may have been cut."""
 
-    Samples that are rejected because they are cut off do not count, unless all are.
-    """
+    content: str
+    failed: bool = False
+    cut: bool = False
 
-    def __init__(self, max_share: float):
-        self._max_share = max_share
-        self._recent = deque[SearchStats]()
-        self._truncated = 0
 
-    def add(self, stats: SearchStats) -> None:
-        """Add the statistics of one search; RewardError if too many samples were rejected."""
-        self._count_truncated(stats)
-        if not stats.scored:
-            return
-        self._recent.append(stats)
-        total = sum(one.scored for one in self._recent)
-        while total - self._recent[0].scored >= WINDOW:
-            total -= self._recent.popleft().scored
-        recent = SearchStats()
-        for one in self._recent:
-            recent.add(one)
-        del recent.rejected[TRUNCATED.reason]
-        rejected = recent.rejected.total()
-        if total >= WINDOW and rejected > self._max_share * total:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
-            raise RewardError(
-                f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
-                f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
-                f" error was:\n{recent.last_rejection}"
-            )
+@dataclass(frozen=True)
+class Responses:
+    """Responses to prompts, as tokens and as what a task scores."""
 
-    def _count_truncated(self, stats: SearchStats) -> None:
-        """Count the samples in a row that were cut off; SearchError if nothing else is left."""
-        cut_off = 0 < stats.generated == stats.rejected[TRUNCATED.reason]
-        self._truncated = self._truncated + stats.generated if cut_off else 0
-        if self._truncated >= TRUNCATED_AT_MOST:
-            raise SearchError(
-                f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
-                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
-                " raise sampling.max_tokens, or set sampling.truncated=keep"
-            )
+    prompts: Sequence[np.ndarray]
+    completions: Sequence[Sequence[Completion]]
+    answers: Sequence[Sequence[Answer | Verdict]]
+    """What scores them, or a verdict, such as that an environment could not be reset."""
+    results: Sequence[Result] = ()
+    """Results of the tools' calls."""
+    rewards: Sequence[Sequence[Verdict]] | None = None
+    """Rewards that a program returned, to which the task's functions add theirs."""
+
+    def rewarded(self, verdicts: list[list[Verdict]]) -> list[list[Verdict]]:
+        """Return verdicts of the task's functions with the program's rewards added."""
+        if self.rewards is None:
+            return verdicts
+        pairs = zip(verdicts, self.rewards, strict=True)
+        return [list(map(added, group, own)) for group, own in pairs]
+
+    def prompt_text(self, text: Tokenizer, prompt: Prompt, place: int) -> str:
+        """Return the prompt of the responses at this place, for a person to read."""
+        answer = self.answers[place][0]
+        dialogue = not isinstance(answer, Answer) or answer.messages is not None
+        if isinstance(prompt.text, str) and not dialogue:
+            return prompt.text
+        return text.prompt(self.prompts[place])  # with its tools
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from tba.prompt import Prompt
 from tba.search.agents import Agents
 from tba.search.dialogue import Dialogues
 from tba.search.reference import AdapterReference, EngineReference, Reference
-from tba.search.responses import Responses
-from tba.search.result import SearchResult, SearchStats
+from tba.search.result import Responses, SearchResult, SearchStats
 from tba.search.scoring import Scoring, ScoringProcess
 from tba.search.values import Rollouts
 from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated

@@ -17,8 +17,9 @@ from tba.config.schema import load
 from tba.engines._choice import choose
 from tba.engines.vllm import check_sampling
 from tba.runs.setup import check
+from tba.runtime import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor, SearchStats
+from tba.search.result import SearchStats
 from tba.search.searcher import Searcher
 from tba.types import Sampling, Trajectory, Turn
 

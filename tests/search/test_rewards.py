@@ -15,8 +15,9 @@ import tba
 from tba.prompt import Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
+from tba.runtime import RejectionMonitor
 from tba.search.evaluate import evaluate_held_out
-from tba.search.result import RejectionMonitor, SearchStats
+from tba.search.result import SearchStats
 from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected
 
