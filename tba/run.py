@@ -4,7 +4,7 @@ import errno
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, asdict, dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
 from tba.engines import SearchError
@@ -272,7 +272,7 @@ class Run:
             rng=self.rng.bit_generator.state,
             counts=self.tracker.counts(),
             pace=[*self.pace.marks],
-            rewards=asdict(self.parts.rewards),
+            rewards=self.parts.rewards,
         )
         search = self.searchers.state()
         search = replace(search, held=(*self.held, *search.held))

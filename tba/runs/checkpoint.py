@@ -71,7 +71,7 @@ class Progress:
     rng: Mapping[str, Any]
     counts: Mapping[str, float]  # totals of the summary
     pace: Sequence[Sequence[int]] = ((0, 0),)  # marks of `Pace`
-    rewards: Mapping[str, Mapping[str, str]] | None = None  # what has decided those in the buffer
+    rewards: Mapping[str, str] | None = None  # what has decided those in the buffer
 
 
 def beginning(

@@ -39,7 +39,7 @@ from tba.streams import Use, seed_of
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task, to_send
 from tba.tasks._rendering import Rendering
-from tba.tasks._source import RewardSource, source_of
+from tba.tasks._source import sources_of
 from tba.types import Sampling
 from tba.weights import Transport
 
@@ -67,8 +67,8 @@ class RunSetup:
     """Further evaluation sets, by name."""
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest prompt and of the longest one."""
-    rewards: RewardSource
-    """What decides rewards."""
+    rewards: Mapping[str, str]
+    """Digests of what decides rewards, by option."""
     notes: Sequence[str]
     """What the run tells at its start."""
 
@@ -176,7 +176,7 @@ def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSet
         reward_functions=to_send(functions, config),
         sets=sets,
         extremes=(lengths[0], lengths[-1]),
-        rewards=source_of(config, functions),
+        rewards=sources_of(config, functions),
         notes=notes,
     )
 

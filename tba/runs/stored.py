@@ -19,7 +19,6 @@ from tba.search.result import SearchStats
 from tba.search.scoring import Scoring
 from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected, Verdict, settle_truncated
-from tba.tasks._source import RewardSource
 from tba.types import Group
 
 AT_ONCE = 16
@@ -33,9 +32,9 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
-    before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards")
-    changes = [] if before is None else setup.rewards.changed(RewardSource(**before))
-    changed = ", ".join(changes)
+    now = setup.rewards
+    before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards") or now
+    changed = ", ".join(sorted(k for k in {*now, *before} if now.get(k) != before.get(k)))
     lost = ""
     if setup.task.tools is not None or setup.config.task.use == "redteam":
         lost = "the environment or the victim of the stored samples is gone"

@@ -3,10 +3,12 @@
 import functools
 import importlib
 import json
+import linecache
 import os
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ from build import config, replayed, stopped
 
 from tba.assemble import run
 from tba.cli import _config
+from tba.config.schema import Config
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.dry_run import dry_run
 from tba.runs.log import CONFIG, METRICS, SESSIONS, read
-from tba.tasks._source import RewardSource
+from tba.tasks._source import sources_of
 
 FILE = """
 import json
@@ -59,10 +62,12 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def source(**options: Any) -> RewardSource:
-    found = RewardSource()
-    found.add("task", {"use": "custom", **options})
-    return found
+def source(use: str = "custom", **options: Any) -> dict[str, str]:
+    return sources_of(Config(task={"use": use, **options}), None)
+
+
+def changed(now: dict[str, str], before: dict[str, str]) -> list[str]:
+    return sorted(dict(now.items() ^ before.items()))
 
 
 def rewarded(folder: Path) -> dict[str, float]:
@@ -87,25 +92,23 @@ def test_the_contents_of_a_reward_file_count_and_not_its_place(user):
     (user / "elsewhere").mkdir()
     shutil.copy(user / "reward.py", user / "elsewhere" / "renamed.py")
     for same in ("reward.py:score", f"{user}/reward.py:score", "elsewhere/renamed.py:score"):
-        assert source(reward=same).changed(before) == []
-    assert source(reward="reward.py:make").changed(before) == ["task.reward"]
-    assert source(reward=["reward.py:score"]).changed(before) == []
+        assert source(reward=same) == before
+    assert changed(source(reward="reward.py:make"), before) == ["task.reward"]
     rewrite(user / "reward.py", "LIMIT  =  2", "LIMIT = 3")
-    assert source(reward="reward.py:score").changed(before) == ["reward.py"]
+    assert changed(source(reward="reward.py:score"), before) == ["task.reward"]
 
 
 def test_functions_of_libraries_count_by_their_names(user):
     names = ("json:dumps", "pickle:dumps", "json", "pickle")
-    assert len({source(reward=name).options["task.reward"] for name in names}) == 4
+    assert len({source(reward=name)["task.reward"] for name in names}) == 4
 
 
 def test_the_file_of_a_module_counts(user):
     """With what it says alone; what it imports does not count."""
     importlib.import_module("helper")  # as the task does
     before = source(reward="helper:value")
-    assert set(before.files.values()) == {"helper.py"}
     rewrite(user / "helper.py", "'1'", "'2'")
-    assert source(reward="helper:value").changed(before) == ["helper.py"]
+    assert changed(source(reward="helper:value"), before) == ["task.reward"]
 
 
 CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
@@ -136,8 +139,8 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_options_of_judges_and_factories_count(user, case):
-    before, now, changed = CHANGES[case]
-    assert source(reward=now).changed(source(reward=before)) == changed
+    before, now, names = CHANGES[case]
+    assert changed(source(reward=now), source(reward=before)) == names
 
 
 def test_a_file_that_an_option_names_counts_by_its_contents(user):
@@ -145,89 +148,46 @@ def test_a_file_that_an_option_names_counts_by_its_contents(user):
     table = {"use": "reward.py:make", "words": "words.txt"}
     before = source(reward=table)
     shutil.copy("words.txt", user / "copy.txt")
-    assert source(reward={**table, "words": "copy.txt"}).changed(before) == []
+    assert source(reward={**table, "words": "copy.txt"}) == before
     (user / "words.txt").write_text("one three")
-    assert source(reward=table).changed(before) == ["task.reward.words"]
+    assert changed(source(reward=table), before) == ["task.reward.words"]
 
 
 def test_weights_and_grader_options_count_and_those_of_prompts_do_not():
     plain = source(reward_weights=[1.0, 2.0], held_out_size=5, system_prompt="a", pass_reward=1.0)
     other = source(reward_weights=[1.0, 2.5], held_out_size=9, system_prompt="b", pass_reward=0.5)
-    assert other.changed(plain) == ["task.reward_weights.1"]
-    one, two = RewardSource(), RewardSource()
-    one.add("task", {"use": "gsm8k", "format_weight": 0.0, "shots": 0})
-    two.add("task", {"use": "gsm8k", "format_weight": 0.1, "shots": 2})
-    assert two.changed(one) == ["task.format_weight"]
-    two.options["the version of tba"] = "another"
-    assert two.changed(one) == ["task.format_weight", "the version of tba"]
+    assert changed(other, plain) == ["task.reward_weights.1"]
+    one = source("gsm8k", format_weight=0.0, shots=0)
+    two = source("gsm8k", format_weight=0.1, shots=2)
+    assert changed(two, one) == ["task.format_weight"]
 
 
-def in_memory(code: str) -> RewardSource:
-    """Return what counts of a function `f` that was written in a notebook."""
-    scope: dict[str, Any] = {"__name__": "__main__", "functools": functools}
-    exec(code, scope)
-    found = RewardSource()
-    found.add_memory("reward=", (scope["f"],))
-    return found
+def judged(module: ModuleType) -> str:
+    """Return what counts of a function that was passed from Python."""
+    function = functools.partial(module.ones, x=1)
+    return sources_of(Config(), (function,))["task.reward"]
 
 
-MAIN = """
-limit = 2
-words = {"b", "a", "c"}
-def helper(text):
-    return len(text) * limit
-def f(completions, **row):
-    return [helper(text) + (text in words) for text in completions]
-"""
-CLOSURE = "def make(x):\n    def f(completions): return [x for _ in completions]\n    return f\n"
-CLASS = """
-class Judge:
-    def __init__(self, limit): self.limit = limit
-    def score(self, completions): return [self.limit]
-    def other(self, completions): return [1.0]
-    __call__ = score
-"""
-CACHED = """
-def f(completions): return [g(1)]
-@functools.cache
-def g(x):
-"""
-MEMORY = {
-    "its own code": (MAIN, MAIN.replace("(text in words)", "(text not in words)")),
-    "a function that it calls": (MAIN, MAIN.replace("len(text) *", "len(text) +")),
-    "a number that it reads": (MAIN, MAIN.replace("limit = 2", "limit = 3")),
-    "words that it reads": (MAIN, MAIN.replace('"c"', '"d"')),
-    "a lambda": ("f = lambda completions: [1.0]", "f = lambda completions: [2.0]"),
-    "a closure": (f"{CLOSURE}f = make(1)", f"{CLOSURE}f = make(2)"),
-    "a default": ("def f(completions, x=1): return [x]", "def f(completions, x=2): return [x]"),
-    "a partial": (
-        f"{MAIN}f = functools.partial(f, x=1)", f"{MAIN}f = functools.partial(f, x=2)",
-    ),
-    "a pattern that it reads": (
-        "import re\nword = re.compile('a')\ndef f(completions): return [word.findall(completions)]",
-        "import re\nword = re.compile('b')\ndef f(completions): return [word.findall(completions)]",
-    ),
-    "a function with a cache": (f"{CACHED}    return x\n", f"{CACHED}    return x + 1\n"),
-    "what an object holds": (f"{CLASS}f = Judge(1)", f"{CLASS}f = Judge(2)"),
-    "the code of a class": (f"{CLASS}f = Judge(1)", f"{CLASS}f = Judge(1)".replace("[s", "[2 * s")),
-    "a bound method": (f"{CLASS}f = Judge(1).score", f"{CLASS}f = Judge(2).score"),
-    "another method": (f"{CLASS}f = Judge(1).score", f"{CLASS}f = Judge(1).other"),
-    "a closure that is empty": (
-        "def make():\n    def f(completions): return x\n    if False: x = 1\n    return f\n"
-        "f = make()",
-        "def make():\n    def f(completions): return [x]\n    if False: x = 1\n    return f\n"
-        "f = make()",
-    ),
-}  # fmt: skip
+def test_the_source_of_a_function_from_python_counts(user, monkeypatch):
+    """Of a script, only the function itself; of another module, its file."""
 
+    def script() -> ModuleType:
+        monkeypatch.delitem(sys.modules, "script", raising=False)
+        linecache.checkcache()
+        module = importlib.import_module("script")
+        module.__name__ = module.ones.__module__ = "__main__"
+        return module
 
-@pytest.mark.parametrize("case", MEMORY)
-def test_what_a_function_from_python_does_and_holds_counts(case):
-    code, other = MEMORY[case]
-    before = in_memory(code)
-    moved = code.replace("\n", "\n\n").replace("def f(", "# a comment\ndef f(")
-    assert in_memory(moved if "def make" not in code else code).changed(before) == []
-    assert in_memory(other).changed(before) == ["reward="]
+    shutil.copy("reward.py", "script.py")
+    before = judged(script())
+    rewrite(user / "script.py", "LIMIT = 2", "LIMIT = 3")
+    assert judged(script()) == before
+    rewrite(user / "script.py", "text.count('1')", "text.count('2')")
+    assert judged(script()) != before
+    module = importlib.import_module("reward")
+    before = judged(module)
+    rewrite(user / "reward.py", "LIMIT = 2", "LIMIT = 3")
+    assert judged(module) != before
 
 
 def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):
@@ -236,7 +196,7 @@ def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):
     rewrite(user / "reward.py", "LIMIT = 2", "LIMIT = 3")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for refused in (run, dry_run):
-        with pytest.raises(ValueError, match=r"^reward\.py: changed .* --rescore .* --drop-replay"):
+        with pytest.raises(ValueError, match=r"^task\.reward: changed .* --rescore .* --drop"):
             refused(_config(["run.steps=3"], folder), folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     rewrite(user / "reward.py", "LIMIT = 3", "LIMIT = 2")
@@ -256,7 +216,7 @@ def test_stored_samples_are_scored_again(tiny_model, user):
     assert run(_config(["run.steps=4"], folder), folder).finished
     assert max(rewarded(folder).values()) < 0
     notes = [session["rewards"] for session in read(folder / SESSIONS)]
-    assert notes == ["", "stored samples scored again after a change of reward.py", ""]
+    assert notes == ["", "stored samples scored again after a change of task.reward", ""]
 
 
 def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(tiny_model, user):
@@ -307,7 +267,7 @@ def test_an_empty_buffer_is_filled_first(tiny_model, user):
     assert steps[-1]["buffer/dropped"] == len(stored)
     assert steps[-1]["buffer/prompts"] >= 5
     notes = [session["rewards"] for session in read(folder / SESSIONS)]
-    assert notes == ["", "stored samples dropped after a change of reward.py"]
+    assert notes == ["", "stored samples dropped after a change of task.reward"]
 
 
 @pytest.mark.parametrize("replay", ["rescore", "drop"])

@@ -179,7 +179,7 @@ def test_a_run_whose_reward_no_longer_works_is_saved(tiny_model, tmp_path):
     steps = [row["step"] for row in read(folder / METRICS)]
     assert newest(folder / "checkpoints").name == f"step-{steps[-1] + 1:08d}"
     (tmp_path / "rewards.py").write_text(REWARD.replace("> 12", "> 10**6"))
-    with pytest.raises(ValueError, match=r"rewards\.py: changed since .*--rescore"):
+    with pytest.raises(ValueError, match=r"task\.reward: changed since .*--rescore"):
         run(_config([], folder), folder)
     assert run(_config([], folder), folder, "rescore").finished
 
