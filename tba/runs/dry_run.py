@@ -1,19 +1,15 @@
-"""The dry run of a config: all checks, the first prompts, one call of the reward, and needs."""
+"""The dry run of a config: all checks, the first prompts, calls of the reward, and needs."""
 
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tba.config.errors import size
-from tba.config.plugins import resolve
 from tba.config.schema import Config
-from tba.config.tables import Use
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import computes_in_bf16
 from tba.prompt import Answer, Prompt
@@ -28,21 +24,20 @@ from tba.runs.stored import choose_resumed
 from tba.runtime.placement import device_here
 from tba.search.chat import encoder
 from tba.search.dialogue import open_all
-from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.scoring import Scoring
+from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected, Verdict
-from tba.tasks import Task
-from tba.tasks._memory import build_task
+from tba.tasks import Prepares, Task
 from tba.tasks._rendering import Rendering
 from tba.tasks.custom import Custom
 from tba.types import collate_tokens
 
-SECONDS = 5.0
-"""Longest call of a reward function."""
 DUMMY = "dummy answer"
 NUMBER = "1"
 """Answer that is tried beside the dummy where none is known to be right."""
 UNCHECKED = (
-    "files of weights, libraries, memory and GPUs here, log-probs in batches, seconds a step"
+    "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
+    " that score, sessions, seconds a step"
 )
 
 
@@ -62,9 +57,19 @@ def dry_run(
         generation, _ = choose_resumed(setup, resume, replay)
         check_step(step_of(generation), setup.config)
     by_part = setup.by_part()
+    firsts = [prompts[0] for prompts in by_part.values()]
+    if planned is not None and _loads(setup.task):
+        rewards = [["reward: not called, because that needs a model or a server"] for _ in firsts]
+    elif planned is not None and setup.task.program is not None:
+        rewards = [[] for _ in firsts]
+    elif setup.task.program is not None:
+        rewards = [_held(setup)]
+    else:
+        search = setup.search_setup()
+        rewards = _scored(setup, search if planned is None else replace(search, sets={}), firsts)
     lines = []
-    for name, prompts in by_part.items():
-        lines += [*_shown(setup, name, prompts[0]), *_scored(setup, name, prompts)]
+    for (name, _), first, of_part in zip(by_part.items(), firsts, rewards, strict=True):
+        lines += [*_shown(setup, name, first), *of_part]
     if plain := [name for name, prompts in by_part.items() if _could_chat(setup, prompts[0])]:
         keys = [f"task.parts.{name}.chat=on" if name else "task.chat=on" for name in plain]
         what = "prompts are plain text, but there is a chat template"
@@ -74,8 +79,6 @@ def dry_run(
     if rollouts is not None and resume is None:
         lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
     lines += [_length(setup), *_memory(setup, planned)]
-    if planned is None and setup.task.program is not None:
-        lines += _held(setup)
     if planned is None:
         # loads the policy, and compares its log-probs at the length of the longest sequence
         trainer = setup.trainer(device_here())
@@ -120,6 +123,15 @@ def _held(setup: RunSetup) -> list[str]:
     ]
 
 
+def _loads(task: Task) -> bool:
+    """Return whether a task scores with a model that it loads, or with a server."""
+    loads_own = type(task).load is not Task.load
+    parts = [each for _, each in task.dependencies]
+    return loads_own or any(
+        _loads(each) if isinstance(each, Task) else isinstance(each, Prepares) for each in parts
+    )
+
+
 def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
     """Return whether a prompt is plain text, but could go through a chat template."""
     _, task = setup.task.part(prompt)
@@ -127,53 +139,43 @@ def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
     return plain and setup.text.tokenizer.chat_template is not None
 
 
-def _scored(setup: RunSetup, part: str, prompts: Sequence[Prompt]) -> list[str]:
-    """Return what the reward of a task, or of a part of it, says of a dummy and of right answers.
+def _scored(setup: RunSetup, search: SearchSetup, prompts: list[Prompt]) -> list[list[str]]:
+    """Return what the reward says of a dummy and of the right answer to each prompt.
 
-    It is called in a process, without models. ValueError if it scores none of them, or if a task
-    with a grader of ours finds the answer in the data wrong.
+    It is called as in a run: in its process, with its models.
     """
-    _, task = setup.task.part(prompts[0])
-    if task.program is not None:
-        return []  # a session is held instead
-    table = Use(**setup.config.task.model_dump())
-    if part:
-        options = table.options["parts"][part].items()
-        table = Use(**{name: value for name, value in options if name != "weight"})
-    options = table.options
-    called = task.without_models if isinstance(task, Custom) else []
-    if (task.dependencies or type(task).load is not Task.load) and not called:
-        return ["reward: not called, because that needs a model or a server"]
-    is_whole = not isinstance(task, Custom) or len(called) == len(task.functions)
-    if not is_whole:
-        options |= {"reward": called, "reward_weights": None}
-    first = prompts[0]
-    right = task.right_answer(first)
-    tried = (DUMMY, NUMBER if right is None else right)
-    plugin = resolve("tasks", "task", table.use, options)
-    limits = setup.config.reward.max_memory, setup.config.runtime.start_deadline
-    process = ScoringProcess({"": partial(build_task, plugin, None)}, *limits)
-    scoring = Scoring({"": task}, process, deadline=SECONDS / 2)
+    scoring = search.scoring(device_here())
     try:
-        verdicts = [_score(scoring, task, first, text) for text in tried]
+        scoring.wait_until_ready()
+        return [_tried(setup, scoring, prompt) for prompt in prompts]
     except RuntimeError as error:  # the process did not start
         raise ValueError(str(error)) from error
     finally:
         scoring.close()
-    # a call that is too slow here may be within the deadline of the run
-    failed = [v for v in verdicts if isinstance(v, Rejected) and v.reason != "timeout"]
-    if len(failed) == len(tried):
+
+
+def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
+    """Return what the reward says of answers to a prompt.
+
+    ValueError if it scores none of them, or if a task with a grader of ours finds the answer in the
+    data wrong.
+    """
+    _, task = setup.task.part(prompt)
+    right = task.right_answer(prompt)
+    tried = (DUMMY, NUMBER if right is None else right)
+    dummy, own = [_score(scoring, task, prompt, text) for text in tried]
+    if isinstance(dummy, Rejected) and isinstance(own, Rejected):
         what = f"the reward scores none of {DUMMY!r} and {tried[1]!r}, which were tried"
-        raise ValueError(f"{what} ({failed[-1].reason}): {failed[-1].detail}")
-    line = _in_words(DUMMY, verdicts[0])
-    if right is None or not is_whole:
+        raise ValueError(f"{what} ({own.reason}): {own.detail}")
+    line = _in_words(DUMMY, dummy)
+    if right is None:
         return [line]
-    own = f"{_in_words(right, verdicts[1])}, the answer of row {first.id} itself"
-    if not _is_low(task, verdicts[1], verdicts[0]):
-        return [line, own]
+    of_row = f"{_in_words(right, own)}, the answer of row {prompt.id} itself"
+    if not _is_low(task, own, dummy):
+        return [line, of_row]
     if task.pass_reward is not None and not isinstance(task, Custom):
-        raise ValueError(f"{own}; correct the column `answer`")
-    return [line, f"warning: {own.removeprefix('warning: ')}"]
+        raise ValueError(f"{of_row}; correct the column `answer`")
+    return [line, f"warning: {of_row.removeprefix('warning: ')}"]
 
 
 def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:

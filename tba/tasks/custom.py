@@ -23,7 +23,7 @@ from tba.config.errors import masked, read_secrets
 from tba.config.plugins import JUDGES, check_options, resolve
 from tba.config.tables import GIVEN, Count, Finite, Positive, Use
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, Prepares, Scores, Task, Tools, WrongLength, call, listed, number
+from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number
 from tba.tasks._data import Rows, require, rows
 from tba.tasks._memory import Functions
 from tba.tasks._rendering import Rendering, columns_of
@@ -185,24 +185,16 @@ class Custom(Rendering, Task):
             sums.append(Itemized(total, logged | items, notes) if given else None)
         return sums
 
-    @property
-    def without_models(self) -> list[str | Use]:
-        """The reward functions that need no model and no server, as the config names them."""
-        pairs = zip(self._named.values(), self.functions, strict=True)
-        return [named for named, function in pairs if not isinstance(function, Prepares)]
-
     @cached_property
     def dependencies(self) -> list[tuple[str, RewardFunction]]:
         if self.passed is not None:
             return [("reward=", function) for function in self.passed]
-        return [(key, reward_function(key, named)) for key, named in self._named.items()]
-
-    @property
-    def _named(self) -> dict[str, str | Use]:
-        """The reward functions as the config names them, by option."""
+        named: dict[str, str | Use] = {}
         if isinstance(self.reward, list):
-            return {f"task.reward.{i}": named for i, named in enumerate(self.reward)}
-        return {} if self.reward is None else {"task.reward": self.reward}
+            named = {f"task.reward.{i}": each for i, each in enumerate(self.reward)}
+        elif self.reward is not None:
+            named = {"task.reward": self.reward}
+        return [(key, reward_function(key, each)) for key, each in named.items()]
 
     @property
     def functions(self) -> list[RewardFunction]:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from tba.config.plugins import resolve
 from tba.config.schema import Config
-from tba.runs import dry_run as module
 from tba.runs.dry_run import DUMMY, dry_run
 from tba.runs.log import CHECKPOINTS
+from tba.runs.memory import planned_machine
 from tba.tasks import Task
-from tba.tasks.judges._model import JudgeModel
 
 REWARDS = """
 import asyncio, os, time
@@ -127,24 +125,21 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     ]
 
 
-WARNED = {
-    "broken": r"\(raised\): .*could not convert string to float",
-    "hangs": r"\(timeout\): scoring of 2 answers did not return within 0\.5 s",
-}
+NOT_CALLED = "reward: not called, because that needs a model or a server"
 REFUSED = {
     "ends": r"\(died\): the scoring process ended with exit status 3",
     "raises": r"\(raised\): (.|\n)*KeyError: 'answers'",
+    "hangs": r"\(timeout\): scoring of 2 answers did not return within 0\.5 s",
     "nothing": r"\(none\): no reward function gave this sample a reward",
     "one": r"\(\w+\): .*the scoring function returned a float, 0\.5; return a list with one number",
 }
 
 
 @pytest.mark.parametrize("reward", REFUSED)
-def test_a_reward_that_scores_no_answer_is_refused(config, reward, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS", 0.5)
+def test_a_reward_that_scores_no_answer_is_refused(config, reward):
     words = "scores none of 'dummy answer' and '0', which were tried "
     with pytest.raises(ValueError, match=words + REFUSED[reward]):
-        dry_run(config(reward))
+        dry_run(config(reward, reward={"deadline": 0.25}))
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "gsm8k", "math"])
@@ -171,28 +166,22 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
         dry_run(chosen)
 
 
-@pytest.mark.parametrize("reward", WARNED)
-def test_a_reward_that_fails_for_the_dummy_is_a_warning(config, reward, monkeypatch):
+def test_a_reward_that_fails_for_the_dummy_is_a_warning(config):
     """A run would reject such a sample, and go on."""
-    monkeypatch.setattr(module, "SECONDS", 0.5)
-    _, told = dry_run(config(reward))
+    _, told = dry_run(config("broken"))
     assert told[2].startswith(f"warning: {DUMMY!r} has no reward (")
-    assert re.search(WARNED[reward], told[2], re.DOTALL)
+    assert re.search(r"\(raised\): .*could not convert string to float", told[2], re.DOTALL)
     assert told[-1].startswith("config OK")
 
 
-def test_judges_are_not_loaded(config, make_classifier, tiny_model, monkeypatch):
-    """Their config, tokenizer and names of weights are read; functions beside them are called."""
+def test_judges_are_loaded_and_called_as_in_a_run(config, make_classifier, tiny_model):
+    """But not for a run that is planned for other machines."""
     judge = make_classifier(tiny_model)
-    monkeypatch.setattr(JudgeModel, "load", None)
     table = {"use": "classifier", "model": str(judge)}
-    assert dry_run(config(table))[1][2] == (
-        "reward: not called, because that needs a model or a server"
-    )
-    both = config("length", table)
-    custom = resolve("tasks", "task", "custom", both.task.options).build()
-    assert custom.without_models == both.task.options["reward"][:1]
-    assert dry_run(both)[1][2] == f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
+    assert re.fullmatch(r"reward of 'dummy answer': -?[\d.e-]+", dry_run(config(table))[1][2])
+    machine = planned_machine("1x80")
+    assert dry_run(config("length", table), planned=machine)[1][2] == NOT_CALLED
+    assert dry_run(config("length"), planned=machine)[1][2].startswith("reward of 'dummy")
     (judge / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"task\.reward\.0: .*no file named model\.saf"):
         dry_run(config(table))
