@@ -23,7 +23,7 @@ from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS
 from tba.models.cache import layers_of
-from tba.models.lora import empty_adapted, frozen_bytes, round_linear
+from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import computes_in_bf16, load_config, load_empty_model
 from tba.runtime.placement import PUBLISHED, gpu_count
 from tba.weights import trained
@@ -36,8 +36,6 @@ HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
 """Most bytes of the LM head, by device."""
 MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
 """Options of judges and tasks that name models which each searcher loads."""
-WORK = ("activations", "LM head")
-"""Parts of a trainer that it frees after each step."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,6 @@ class ModelSizes:
     trained: int
     frozen: float
     """Bytes of the weights that are not trained, as trainer and reference hold them."""
-    held: float
-    """Bytes of the model as a reference holds it: linear layers are in bf16 if it computes so."""
-    tied: int
-    """Parameters of a head that is tied to the embeddings, and so stays in fp32."""
-    matrices: int
-    """Trained parameters of linear layers, which autocast copies in bf16."""
     layer: int
     """Parameters of the largest layer."""
     root: int
@@ -96,27 +88,16 @@ class ModelSizes:
 def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
     """Return the sizes of a model whose trainer computes in bf16, or in fp32."""
     model = load_empty_model(policy) if policy.lora is None else empty_adapted(policy, bf16)
-    own = trained(model)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     every = sum(p.numel() for p in model.parameters())
-    numbers = sum(p.numel() for p in own.values())
-    frozen = frozen_bytes(policy, model)
-    head = model.get_output_embeddings().weight
-    tied = head.numel() if head is model.get_input_embeddings().weight else 0
-    if policy.lora is None:
-        round_linear(model)
-    rounded = sum(p.numel() for p in own.values() if p.dtype == torch.bfloat16)
     text = load_config(policy).get_text_config()
     plain = text.to_dict()
     hidden = text.hidden_size
     heads = text.num_attention_heads
     return ModelSizes(
         parameters=every,
-        trained=numbers,
-        frozen=frozen,
-        held=frozen + 4 * numbers - (2 * rounded if bf16 else 0),
-        tied=tied,
-        matrices=rounded + tied if policy.lora is None else numbers,
+        trained=sum(p.numel() for p in trained(model).values()),
+        frozen=frozen_bytes(policy, model),
         layer=max(layers),
         root=every - sum(layers),
         layers=text.num_hidden_layers,
@@ -210,13 +191,14 @@ class Needs:
         free = cards[:1] if c.runtime.use == "local" else cards[ranks:] or cards
         name = "trainer" if ranks == 1 else "rank of the trainer"
         context = {"CUDA": PROCESS} if self.machine.gpus else {}
-        training = context | self._trainer()
+        work = {"activations": self._activations(), "LM head": self._head()}
         engine = self._engine()
         if c.runtime.colocate == "sleep":  # what is held in turns: the larger part counts
-            work = {part: training.pop(part) for part in WORK if part in training}
-            larger = _larger(work, engine)
-            training |= work if larger is work else {}
-            engine = engine if larger is engine else {}
+            if sum(work.values()) < sum(engine.values()):
+                work = {}
+            else:
+                engine = {}
+        training = context | self._trainer() | work
         found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
         for place in range(self.searchers * each):
             beside = self._beside() if place % each == 0 else {}
@@ -244,30 +226,21 @@ class Needs:
         return TrainerSizes(z.parameters, z.trained, published)
 
     def _trainer(self) -> dict[str, float]:
-        """Return the most that a rank holds during a step."""
+        """Return what a rank holds during a step, beside its activations and the LM head."""
         c = self.config
         t = c.trainer
         z = self.sizes
         parts = self.state()
-        own = self.width * z.trained
-        work = dict(zip(WORK, (self._activations(), self._head()), strict=True))
         if t.devices == 1:
-            held = z.held if engine_in_bf16(c.engine, self.bf16) else inf
-            copy = min(own, held)
-            parts["copy for publishing"] = copy if c.runtime.use == "ray" else 0
-            parts["matrices in bf16"] = 2 * z.matrices if self.bf16 and self.width == 4 else 0
-            return parts | work
+            copied = c.runtime.use == "ray"
+            parts["copy for publishing"] = self.trainer_sizes.published_bytes if copied else 0
+            parts["matrices in bf16"] = 2 * z.trained if self.bf16 and self.width == 4 else 0
+            return parts
         fsdp = t.fsdp or FsdpTable()
         wide = 2 if self.bf16 else 4
         layers = min(2, z.layers) if fsdp.reshard_after_forward else z.layers
         parts["gathered layers"] = wide * (z.root + layers * z.layer)
-        summed = {"fp32": 4, "bf16": 2}[fsdp.reduce_dtype]
-        largest = min(z.trained, max(z.root, z.layer))
-        adding = {"gradients that are added up": float((wide + summed) * largest)}
-        parts |= _larger(work, adding)
-        loads_whole = c.policy.lora is not None or c.policy.trust_remote_code
-        first = {"whole model, while it loads": own + z.frozen if loads_whole else 0}
-        return _larger(parts, first)
+        return parts
 
     def _activations(self) -> float:
         """Return what the largest pass of a step keeps, if all responses are as long as can be."""
@@ -322,8 +295,7 @@ class Needs:
         parts: dict[str, float] = {}
         if not c.engine.options.get("own_reference", False):
             if c.policy.lora is None or c.engine.use == "vllm":
-                parts["reference"] = min(self.width * z.parameters, z.held)
-                parts["its tied head in bf16"] = 2 * z.tied if self.bf16 and self.width == 4 else 0
+                parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
             tokens = c.trainer.token_budget
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
@@ -336,17 +308,17 @@ class Needs:
         c = self.config
         own = self.sizes.trained
         versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
-        loads_whole = c.policy.lora is not None or c.policy.trust_remote_code
-        loading = max(self.searchers, c.trainer.devices if loads_whole else 1)
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
             "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,
             "weights on their way": self.trainer_sizes.published_bytes * versions,
             "reference on its way": 4 * own if c.policy.reset_reference_every else 0,
         }
+        loading = max(self.searchers, 1 if c.policy.lora is None else c.trainer.devices)
         first = {"models, while they load": 4.0 * self.sizes.parameters * loading}
-        processes = {"processes": PROCESS * (c.trainer.devices + 2 * self.searchers)}
-        return processes | (_larger(work, first) if self.machine.gpus else work)
+        if self.machine.gpus and sum(first.values()) > sum(work.values()):
+            work = first
+        return {"processes": PROCESS * (c.trainer.devices + 2 * self.searchers)} | work
 
     def check(self) -> None:
         """Raise ValueError if a rank lacks the memory for its state alone, which is exact."""
@@ -399,11 +371,6 @@ class Needs:
             " policy.lora, or a lower trainer.token_budget or engine.gpu_memory_utilization;"
             " docs/memory.md says what each of them lowers"
         )
-
-
-def _larger(*parts: dict[str, float]) -> dict[str, float]:
-    """Return the parts that need the most, of what is not held at the same time."""
-    return max(parts, key=lambda each: sum(each.values()))
 
 
 def _models_of(table: Any) -> set[str]:

@@ -152,36 +152,6 @@ def test_what_lowers_the_memory(qwen):
     assert rounded[1].parts["reference"] == rounded[0].parts["copy for publishing"] == 2 * NUMBERS
 
 
-def test_where_linear_layers_are_in_bf16(qwen):
-    """In the reference and the copy for publishing, which are as large as each other."""
-    trainer, searcher, *_ = needs(qwen, "trainer.devices=1", "runtime.searchers=1").processes
-    embeddings = 152_064 * 3584
-    held = searcher.parts["reference"]
-    assert 2 * NUMBERS + 2 * embeddings < held < 2.001 * (NUMBERS + embeddings)
-    assert trainer.parts["copy for publishing"] == held
-    assert searcher.parts["its tied head in bf16"] == 0  # it is not tied
-    exact = needs(qwen, "trainer.devices=1", "runtime.searchers=1", "policy.autocast=off")
-    trainer, searcher, *_ = exact.processes
-    assert searcher.parts["reference"] == trainer.parts["copy for publishing"] == 4 * NUMBERS
-
-
-def test_models_that_processes_load_whole(qwen):
-    """Ranks read their parts, but for LoRA, which needs the whole model on each card at first."""
-    pytest.importorskip("peft", reason="an extra: see pyproject.toml")
-    lora = ("policy.lora.r=16", "policy.lora.alpha=32", "policy.reset_reference_every=")
-    many = ("trainer.devices=8", "runtime.searchers=8")
-    rank, *_, host = needs(qwen, *many, *lora, gpus="16x80", prompt=10).processes
-    whole = rank.parts["whole model, while it loads"]
-    assert 16.2e9 < whole < 17e9
-    assert rank.parts.keys() == {"CUDA", "whole model, while it loads"}
-    loading = host.parts["models, while they load"]
-    assert 8 * 4 * NUMBERS < loading < 8.1 * 4 * NUMBERS
-    rank, *_, host = needs(qwen, many[0], gpus="16x80", prompt=10).processes
-    assert rank.parts["weights"] == 4 * NUMBERS / 8
-    assert host.parts["reference on its way"] == 4 * NUMBERS
-    assert "models, while they load" not in host.parts  # a checkpoint's copy needs more
-
-
 def test_what_is_held_in_turns_counts_once(qwen):
     one = ("trainer.devices=1", "runtime.searchers=1", "runtime.use=local", "runtime.lag=")
     shared = needs(qwen, *one, gpus="1x80")
