@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from tba.runs.log import (
     read,
     read_config,
     read_evaluations,
-    with_relative_paths,
 )
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
@@ -46,15 +44,10 @@ from tba.weights import Direct, Weights, published, read_weights
 
 EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
 TEMPLATE = Path(__file__).with_name("card.md")
-SHOWN = ("policy", "task", "sampling", "objective", "strategy", "selection", "replay", "trainer")
-"""Tables of the config that a card shows."""
-
 HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Name of a model on the hub."""
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
 """Part of the path of a model in the hub's cache."""
-PLACE = re.compile(r"(~|\.\.|/[^/\s]+)/\S+$")
-"""Beginning of a path from the root, from a home, or from a folder above."""
 
 
 @dataclass(frozen=True)
@@ -232,10 +225,8 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
     """Return the model card for a step of a run; `name` is where others load the model."""
-    config = with_relative_paths(read_config(run).nested())
-    model = _model_name(config["policy"]["model"])
-    config = _without_places(config)
-    config["policy"]["model"] = model
+    config = read_config(run)
+    model = _model_name(config.policy.model)
     by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
     before = _texts(by_step.get(0, {}))
     metadata = ModelCardData(
@@ -247,17 +238,16 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters["code"] = _code
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         metadata=metadata.to_yaml(),
         config=config,
+        model=model,
         name=name,
         step=step,
         adapter=adapter,
         version=version("tba"),
         counts=[r for r in read(run / METRICS) if "loss" in r and r["step"] == step],
         scores=[(s, before.get(s, "–"), v) for s, v in _texts(by_step.get(step, {})).items()],
-        settings=indent(json.dumps({table: config[table] for table in SHOWN}, indent=1), "    "),
     )
 
 
@@ -278,19 +268,3 @@ def _model_name(model: str) -> str:
         return cached[1].replace("--", "/")
     folder = Path(model).expanduser()
     return f"./{folder.resolve().name}" if folder.is_dir() else model
-
-
-def _without_places(value: Any) -> Any:
-    """Return settings in which paths of this machine are the names of their files."""
-    if isinstance(value, Mapping):
-        return {key: _without_places(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_places(inner) for inner in value]
-    is_place = isinstance(value, str) and PLACE.match(value) is not None
-    return Path(value).name if is_place else value
-
-
-def _code(value: Any) -> str:
-    """Return text, or another value as JSON, as code within a line of Markdown."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return "`" + " ".join(text.replace("`", "'").split()) + "`"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tba
 from tba.assemble import run
 from tba.runs.log import METRICS, read
-from tba.runs.offline import _model_name, _without_places, export
+from tba.runs.offline import _model_name, export
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def test_an_exported_model_has_a_card(ended, tmp_path):
     text = " ".join(card.text.split())
     assert "after 8 of 8 steps" in text and f"by tba {tba.__version__}" in text
     assert "**Reference:** the model before training." in text
-    assert '"use": "tb", "beta": 0.3' in text and '**Data and reward:** `{"use": "toy.Ones"' in text
+    assert "**Objective:** `tb` {" in text and '"beta": 0.3' in text
+    assert "**Task:** `toy.Ones`" in text
     rows = [row for row in read(ended / METRICS) if "eval/sampled_reward" in row]
     before, after = (
         f"{row['eval/sampled_pass@1']:.3f} ± {row['eval/sampled_stderr']:.3f}"
@@ -67,15 +68,6 @@ def test_a_checkpoint_that_was_not_evaluated_says_so(ended, tmp_path):
 def test_a_card_names_the_base_model_and_no_place(model, name, tmp_path):
     (tmp_path / "mine").mkdir()
     assert _model_name(model.replace("FOLDER", str(tmp_path))) == name
-
-
-def test_settings_in_a_card_name_files_and_not_where_they_are():
-    home = {"data": "~/own/rows.jsonl", "reward": ["/home/me/score.py:f", "score.py:g"]}
-    given = {**home, "seeds": "../seeds.jsonl", "prompt": "/think {x}/{y}", "size": 3, "lora": None}
-    assert _without_places(given) == {
-        "data": "rows.jsonl", "reward": ["score.py:f", "score.py:g"], "seeds": "seeds.jsonl",
-        "prompt": "/think {x}/{y}", "size": 3, "lora": None,
-    }  # fmt: skip
 
 
 def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path):

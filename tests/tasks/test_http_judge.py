@@ -5,10 +5,8 @@ import gc
 import json
 import logging
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +184,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no scheme": ({"url": "localhost:8000/classify"}, "must begin with http:// or https://"),
     "no endpoint": ({"url": "http://localhost:8000"}, "end with /classify, such as"),
     "bad port": ({"url": "http://localhost:http/classify"}, "must begin with http://"),
-    "password": ({"url": f"http://me:{CANARY}@host/classify"}, "use api_key_env for a key"),
-    "query": ({"url": f"http://host/classify?key={CANARY}"}, "use api_key_env for a key"),
+    "password": ({"url": f"http://me:{CANARY}@host/classify"}, "use api_key for a key"),
+    "query": ({"url": f"http://host/classify?key={CANARY}"}, "use api_key for a key"),
     "template": ({"template": "{prompt}"}, "template must contain {completion}"),
     "guard": ({"url": "http://h/v1/chat/completions"}, "end with /classify, such as"),
     "deadline": ({"deadline": 0.0}, "task.reward.deadline = 0.0: Input should be greater than 0"),
@@ -204,10 +202,12 @@ def test_a_wrong_option_is_refused(case):
     assert CANARY not in str(error.value)
 
 
-def test_the_key_is_sent_and_told_nowhere(server, classify, monkeypatch, caplog):
+def test_the_key_is_sent_and_told_nowhere(server, monkeypatch, caplog):
     """Not even if the server repeats it in an error."""
-    monkeypatch.setenv("JUDGE_KEY", f"{CANARY}\n")
-    judge = classify(api_key_env="JUDGE_KEY", retries=1)
+    monkeypatch.setenv("JUDGE_KEY", CANARY)
+    given = {"url": f"{server.url}/classify", "model": "m", "template": "{completion}"}
+    options = given | {"api_key": "env:JUDGE_KEY", "retries": 1}
+    judge = resolve(JUDGES, "task.reward", "http", options).build()
     with caplog.at_level(logging.DEBUG):
         assert ask(judge, "a") == [0.02]
         assert server.keys == [f"Bearer {CANARY}"]
@@ -216,42 +216,24 @@ def test_the_key_is_sent_and_told_nowhere(server, classify, monkeypatch, caplog)
             server.always = Reply(status, echo=True)
             with pytest.raises(JudgeError, match="what it sent is not shown") as error:
                 ask(judge, f"b{status}")
-            told.append(Scoring({"": Asked(judge)})([Prompt("0", "p")], [[Answer("c", True)]]))
             told.append(error.value)
-        server.always = Reply(drop=True)
-        with pytest.raises(JudgeError) as error:
-            ask(judge, "d")
-    everything = [str(error.value), repr(told), repr(judge), caplog.text]
+    everything = [repr(told), repr(judge), caplog.text]
     assert not [text for text in everything if CANARY in text]
-    assert CANARY.encode() not in pickle.dumps(judge)
     assert caplog.text  # httpx writes at this level
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A task that asks a judge."""
-
-    judge: Http
-    pass_reward: float | None = None
-
-    def score(self, prompt: Prompt, answers: Any) -> Any:
-        return self.judge([prompt.text], [a.text for a in answers])
-
-
-@pytest.mark.parametrize("value", [None, "", "two words", "line\nbreak", "ключ"])
-def test_a_key_that_is_missing_or_impossible_is_refused_without_quoting_it(
-    classify, monkeypatch, value
-):
-    """The user may also have written the key itself instead of the variable's name."""
-    monkeypatch.delenv(CANARY, raising=False)
-    if value is not None:
-        monkeypatch.setenv("JUDGE_KEY", value)
-    judge = classify(api_key_env=CANARY if value is None else "JUDGE_KEY")
-    for call in (judge.check, lambda: judge.load("cpu")):
-        with pytest.raises(ValueError, match="api_key_env") as error:
-            call()
-        assert CANARY not in str(error.value)
-        assert not value or value not in str(error.value)
+def test_a_key_that_is_missing_or_stands_in_the_config_is_refused(monkeypatch):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    given = {"url": "http://localhost:8000/classify", "model": "m", "api_key": "env:JUDGE_KEY"}
+    with pytest.raises(ValueError, match="variable 'JUDGE_KEY' is not set"):
+        resolve(JUDGES, "task.reward", "http", given).build()
+    monkeypatch.setenv("JUDGE_KEY", f"{CANARY} and more")
+    with pytest.raises(ValueError, match="api_key has characters that no key has") as error:
+        resolve(JUDGES, "task.reward", "http", given).build()
+    assert CANARY not in str(error.value)
+    with pytest.raises(ValueError, match="api_key is a secret") as error:
+        load(None, [f"task.reward={{use='http', api_key='{CANARY}'}}"])
+    assert CANARY not in str(error.value)
 
 
 def test_the_key_is_in_no_file_of_a_run(server, tiny_model, tmp_path, monkeypatch):
@@ -260,7 +242,7 @@ def test_the_key_is_in_no_file_of_a_run(server, tiny_model, tmp_path, monkeypatc
     (tmp_path / "data.jsonl").write_text(rows)
     table = f"{{use='http', url='{server.url}/classify', model='m', template='{{completion}}',"
     settings = [
-        f"task.reward={table} api_key_env='JUDGE_KEY'}}", "task=custom",
+        f"task.reward={table} api_key='env:JUDGE_KEY'}}", "task=custom",
         f"task.data={tmp_path / 'data.jsonl'}", "task.held_out_size=2",
         f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
         "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",

@@ -117,12 +117,11 @@ def test_an_endless_answer_ends_with_the_deadline(asked):
 KEY = "sk-Canary/4711+x"
 
 
-def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(asked, monkeypatch):
+def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(asked):
     """In base64, backwards, or in any other form."""
     for status in (200, 401):
-        monkeypatch.setenv("JUDGE_KEY", KEY)
         with pytest.raises(JudgeError, match="what it sent is not shown, because it may") as error:
-            asked(body(f"Wrong key {KEY[::-1]} given", status), api_key_env="JUDGE_KEY")
+            asked(body(f"Wrong key {KEY[::-1]} given", status), api_key=KEY)
         assert "Wrong" not in str(error.value)
         with pytest.raises(JudgeError, match="Wrong key"):
             asked(body(f"Wrong key {KEY} given", status))

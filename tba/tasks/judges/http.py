@@ -3,11 +3,10 @@
 import asyncio
 import logging
 import math
-import os
 import random
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_address
 from typing import Any, Literal
@@ -89,8 +88,8 @@ class Http(Judge):
     """Number of the label to score; needed if there are several."""
     value: Literal["probability", "log_probability", "logit"] = "probability"
     """What the score is; for logit, the server must know vLLM's `use_activation`."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the key. The key is written nowhere."""
+    api_key: str | None = field(default=None, repr=False)
+    """Key of the server, as `env:NAME`: the environment variable that holds it."""
     deadline: Finite = 10.0
     """Seconds for each request, and for its wait until another request has ended."""
     retries: Count = 4
@@ -106,9 +105,11 @@ class Http(Judge):
             url = httpx2.URL()
         if url.userinfo or url.query:  # the config that a run writes has the url
             raise ValueError(
-                "url holds a user name, a password or a query, such as ?key=; use api_key_env for a"
+                "url holds a user name, a password or a query, such as ?key=; use api_key for a"
                 " key, and no query"
             )
+        if not all("!" <= character <= "~" for character in self._key):
+            raise ValueError("api_key has characters that no key has")
         reachable = url.scheme in ("http", "https") and url.host
         if not (reachable and url.path.endswith("/classify")):
             raise ValueError(
@@ -126,9 +127,6 @@ class Http(Judge):
             why = str(scores or "") or f"{self.url} does not answer"
             raise ValueError(f"{why}. It must answer before a run starts")
 
-    def load(self, device: str) -> None:
-        self._key()  # it may be missing on this machine
-
     async def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
@@ -137,8 +135,8 @@ class Http(Judge):
             text = self.template
             items.append(conversation(*pair) if text is None else fill(text, *pair))
         headers = {"Accept-Encoding": "identity"}
-        if key := self._key():
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         client = httpx2.AsyncClient(
             headers=headers,
             timeout=None,  # `_post` has its own
@@ -180,22 +178,9 @@ class Http(Judge):
             return scores
         return [math.log(score) if score > 0 else -math.inf for score in scores]
 
+    @property
     def _key(self) -> str:
-        """Return the key, or "" if there is none; ValueError if its variable is wrong.
-
-        No error quotes the variable or its name, in whose place a user may have written the key.
-        """
-        if self.api_key_env is None:
-            return ""
-        key = os.environ.get(self.api_key_env, "").strip()
-        if not key:
-            raise ValueError(
-                "api_key_env must be the name of an environment variable that holds the key:"
-                " export it where tba is started, and on every machine with searchers"
-            )
-        if not all("!" <= character <= "~" for character in key):
-            raise ValueError("the key that api_key_env names has characters that no key has")
-        return key
+        return (self.api_key or "").strip()
 
     async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Classified:
         """Return the server's answer; JudgeError if there is none after the last retry.
@@ -225,7 +210,7 @@ class Http(Judge):
 
     def _shown(self, sent: str) -> str:
         """Return the beginning of what a server sent, which may repeat the key in any form."""
-        return HIDDEN if self._key() else sent[:SHOWN]
+        return HIDDEN if self._key else sent[:SHOWN]
 
 
 @cache
