@@ -14,8 +14,8 @@ from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.checks import check_step, placed
 from tba.runs.console import Console
-from tba.runs.files import locked, write_json
 from tba.runs.generations import generations, recover
+from tba.runs.log import locked, write_json
 from tba.runs.rollouts import described, read_rollouts, with_reference
 from tba.runs.setup import RunSetup, check
 from tba.runs.stop import Stop

@@ -29,8 +29,7 @@ from tba.runs.checks import (
     stored_config,
 )
 from tba.runs.console import announce
-from tba.runs.files import is_full
-from tba.runs.log import Replay, is_run
+from tba.runs.log import Replay, is_full, is_run
 
 app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__

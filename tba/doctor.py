@@ -22,9 +22,8 @@ from tba.config.schema import Config, assign_all
 from tba.engines import Engine, logp_gap_limit
 from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import SHARED, check_start
-from tba.runs.files import is_full
 from tba.runs.generations import files_of
-from tba.runs.log import CHECKPOINTS
+from tba.runs.log import CHECKPOINTS, is_full
 from tba.runs.summary import installed
 from tba.types import collate
 

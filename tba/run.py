@@ -12,8 +12,8 @@ from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.console import Console
-from tba.runs.files import is_full, write_json
 from tba.runs.journal import Journal
+from tba.runs.log import is_full, write_json
 from tba.runs.setup import RunSetup
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session

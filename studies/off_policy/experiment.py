@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tba.runs.files import write_whole
+from tba.runs.log import write_whole
 from tba.studies.results import curve, read_metrics, write_results
 from tba.studies.sweep import sweep
 

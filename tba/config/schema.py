@@ -21,7 +21,6 @@ from pydantic_core import ErrorDetails
 
 from tba.config import tables
 from tba.config.errors import check_secrets, choices, explain, reason
-from tba.config.runtime import RuntimeTable
 from tba.config.tables import PLUGGED, Table, Use
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
@@ -78,7 +77,7 @@ class Config(Tables):
     selection: Use = Use(use="cyclic")
     replay: tables.ReplayTable = tables.ReplayTable()
     trainer: tables.TrainerTable = tables.TrainerTable()
-    runtime: RuntimeTable = RuntimeTable()
+    runtime: tables.RuntimeTable = tables.RuntimeTable()
     reward: tables.RewardTable = tables.RewardTable()
     eval: tables.EvalTable = tables.EvalTable()
     checkpoint: tables.CheckpointTable = tables.CheckpointTable()

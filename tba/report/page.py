@@ -15,8 +15,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from tba.runs.files import own_folder, write_whole
-from tba.runs.log import Row
+from tba.runs.log import Row, own_folder, write_whole
 
 MODES = ("sampled", "greedy")
 REWARD = re.compile("eval/(?:(.+)/)?sampled_reward")

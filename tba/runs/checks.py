@@ -13,7 +13,7 @@ from tba.config.schema import Config, override_all
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
-from tba.runs.files import check_usable
+from tba.runs.log import check_usable
 from tba.tasks._memory import Passed, build_task
 
 SHARED = Path("/dev/shm")

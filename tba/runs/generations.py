@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from tba.runs.files import own_folder
+from tba.runs.log import own_folder
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")

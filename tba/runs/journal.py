@@ -9,8 +9,7 @@ from typing import Any
 
 from tba.config.schema import Config
 from tba.config.tables import LogTable
-from tba.runs.files import open_plain, own_folder, write_whole
-from tba.runs.log import METRICS, SAMPLES, WARNINGS
+from tba.runs.log import METRICS, SAMPLES, WARNINGS, open_plain, own_folder, write_whole
 
 IDENTITY = "wandb_id"
 """File with the run's identity: folders of different studies may have the same name."""

@@ -23,8 +23,7 @@ import torch
 
 from tba.learn import TrainerSizes
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.files import open_plain, write_json
-from tba.runs.log import SESSIONS, SUMMARY
+from tba.runs.log import SESSIONS, SUMMARY, open_plain, write_json
 from tba.search.result import SearchStats
 from tba.tasks import Task
 from tba.types import Group

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tba.config.runtime import RuntimeTable
+from tba.config.tables import RuntimeTable
 from tba.engines import RewardError, SearchError
 from tba.learn import Trainer
 from tba.search.prompts import PromptStream, SearchState

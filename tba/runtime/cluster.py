@@ -31,8 +31,7 @@ from ray.util.scheduling_strategies import (
 from torch import Tensor
 
 from tba.child import MARK, Child, clean_up
-from tba.config.runtime import RuntimeTable
-from tba.config.tables import PolicyTable
+from tba.config.tables import PolicyTable, RuntimeTable
 from tba.engines import EngineError
 from tba.runtime import placement
 from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray

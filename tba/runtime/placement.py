@@ -12,7 +12,7 @@ from itertools import cycle, islice
 
 import torch
 
-from tba.config.runtime import RuntimeTable
+from tba.config.tables import RuntimeTable
 
 PUBLICATIONS = 20
 """Most publications a second to all searchers together: each takes time of two processes."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import ray
 
-from tba.config.runtime import RuntimeTable
+from tba.config.tables import RuntimeTable
 from tba.prompt import Prompt
 from tba.runtime.cluster import Slot
 from tba.runtime.deadline import Calls, NoAnswerError

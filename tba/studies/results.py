@@ -10,8 +10,7 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import TypeAdapter
 
-from tba.runs.files import write_json
-from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional
+from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
 
 STUDY = "study.json"
 RESULTS = "results.json"

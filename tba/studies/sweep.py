@@ -15,9 +15,8 @@ from typing import Any
 from tba.child import Child, wait_for_parent
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config
-from tba.runs.files import locked, open_plain
 from tba.runs.generations import generations, recover
-from tba.runs.log import CHECKPOINTS, CONFIG, flat, read_optional
+from tba.runs.log import CHECKPOINTS, CONFIG, flat, locked, open_plain, read_optional
 from tba.runs.stop import Stop
 from tba.runtime.placement import Place, available_cores
 from tba.studies import results

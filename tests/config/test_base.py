@@ -12,7 +12,7 @@ from tba.assemble import run
 from tba.cli import _config, evaluate, export, train
 from tba.config.schema import load
 from tba.runs.checks import placed
-from tba.runs.log import CONFIG, SUMMARY, with_relative_paths
+from tba.runs.log import CONFIG, SUMMARY, flat
 
 CONFIG_TOML = """
 [run]
@@ -109,8 +109,8 @@ def test_stored_paths_are_absolute(home, started):
     )
     assert config["task"]["reward"] == ["base_rewards:length", f"{home / 'more.py'}:half"]
     assert config["task"]["split"] == "train"
-    shown = with_relative_paths(config)
-    assert (shown["policy"]["model"], shown["run"]["folder"]) == ("model", "runs/one")
+    shown = flat(config)
+    assert (shown["policy.model"], shown["run.folder"]) == ("model", "runs/one")
 
 
 def test_a_file_that_a_moved_run_misses_is_named(home, started):

@@ -15,9 +15,8 @@ from suite import FORKS, carry_out, cases, forked, source_nodes, until
 from tba.assemble import run
 from tba.cli import _config
 from tba.report import report
-from tba.runs.files import HOLDER, LOCK
 from tba.runs.generations import generations
-from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runs.log import CHECKPOINTS, HOLDER, LOCK, METRICS, read
 
 REFUSED = 7
 

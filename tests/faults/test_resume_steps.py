@@ -100,8 +100,7 @@ def test_a_clock_that_jumps_changes_nothing(case, tiny_model, tmp_path, monkeypa
 
 
 WALL_CLOCK = {
-    "tba/runs/files.py": "since when a folder is held, to be read by a person",
-    "tba/runs/log.py": "the name of a new folder",
+    "tba/runs/log.py": "the name of a new folder, and since when a folder is held",
     "tba/runs/summary.py": "when a session began, to be read by a person",
     "tba/search/wire.py": "when a reply was made, as OpenAI's API says it",
 }

@@ -20,7 +20,7 @@ from tba.assemble import open_run
 from tba.engines import EngineError
 from tba.engines._batch import Batch
 from tba.runs.checkpoint import Checkpoints
-from tba.runs.files import locked
+from tba.runs.log import locked
 from tba.runs.setup import check
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, ClusterLostError, bind_ray

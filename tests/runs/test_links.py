@@ -10,8 +10,19 @@ from build import config
 
 from tba.assemble import run
 from tba.report import report
-from tba.runs.files import HOLDER, LOCK, locked, open_plain, write_whole
-from tba.runs.log import CONFIG, METRICS, SAMPLES, SESSIONS, SUMMARY, WARNINGS
+from tba.runs.log import (
+    CONFIG,
+    HOLDER,
+    LOCK,
+    METRICS,
+    SAMPLES,
+    SESSIONS,
+    SUMMARY,
+    WARNINGS,
+    locked,
+    open_plain,
+    write_whole,
+)
 
 PRECIOUS = "precious\n"
 

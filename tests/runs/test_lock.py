@@ -17,7 +17,7 @@ from filelock import FileLock
 from tba.assemble import open_run, run
 from tba.config.schema import Config
 from tba.runs.checks import check_start, placed
-from tba.runs.files import HOLDER, LOCK, locked
+from tba.runs.log import HOLDER, LOCK, locked
 
 
 def checked(chosen: Config, resume: Path | None = None) -> None:
@@ -28,7 +28,7 @@ def checked(chosen: Config, resume: Path | None = None) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from tba.runs.files import locked
+from tba.runs.log import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -8,7 +8,7 @@ from typing import Any
 from build import config
 
 from tba.assemble import run
-from tba.config.runtime import RuntimeTable
+from tba.config.tables import RuntimeTable
 from tba.runs.console import FIRST_LINE, Console
 from tba.runtime.deadline import Calls, bind_ray
 from tba.search.result import Evaluation

@@ -11,7 +11,7 @@ import pytest
 import torch
 from suite import until
 
-from tba.config.runtime import RuntimeTable, SearcherRange
+from tba.config.tables import RuntimeTable, SearcherRange
 from tba.runtime import placement
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import (

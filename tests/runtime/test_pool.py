@@ -15,7 +15,7 @@ import pytest
 import torch
 from exact import toy_config
 
-from tba.config.runtime import RuntimeTable, SearcherRange
+from tba.config.tables import RuntimeTable, SearcherRange
 from tba.engines import EngineError, SearchError
 from tba.runs.setup import check
 from tba.runtime import SearchJob

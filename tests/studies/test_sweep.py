@@ -18,8 +18,7 @@ from toy import Ones
 from tba.child import Child
 from tba.config.schema import Config
 from tba.prompt import Answer, Prompt
-from tba.runs.files import locked
-from tba.runs.log import read
+from tba.runs.log import locked, read
 from tba.runtime.placement import available_cores
 from tba.studies.results import FAILED, read_ledger, write_results
 from tba.studies.study import Study, read_study
