@@ -24,7 +24,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from tba.runs.log import write_whole
-from tba.studies.results import curve, read_metrics, write_results
+from tba.studies.study import curve, read_metrics, write_results
 from tba.studies.sweep import sweep
 
 HERE = Path(__file__).parent

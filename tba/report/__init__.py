@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tba.report.runs import report_runs
 from tba.report.study import report_study
-from tba.studies.results import STUDY
+from tba.studies.study import STUDY
 
 __all__ = ["report"]
 

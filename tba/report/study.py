@@ -12,7 +12,7 @@ import pandas as pd
 
 from tba.report.page import duration, script, with_stderr, write_page
 from tba.runs.log import Row
-from tba.studies.results import SEED, curve, phrase, read_ledger, read_metrics, write_results
+from tba.studies.study import SEED, curve, phrase, read_ledger, read_metrics, write_results
 
 COLUMNS = {
     "last": ("end", ""),

@@ -19,9 +19,20 @@ from tba.runs.generations import generations, recover
 from tba.runs.log import CHECKPOINTS, CONFIG, flat, locked, open_plain, read_optional
 from tba.runs.stop import Stop
 from tba.runtime.placement import Place, available_cores
-from tba.studies import results
-from tba.studies.results import FAILED, RESULTS, Ledger, Trial, standing
-from tba.studies.study import Study, check_study, read_study
+from tba.studies.study import (
+    FAILED,
+    RESULTS,
+    Ledger,
+    Study,
+    Trial,
+    check_study,
+    metric_of,
+    read_study,
+    scores,
+    standing,
+    write_failed,
+    write_results,
+)
 
 INTERRUPTED = 130  # exit status of a command that was ended by a signal, as in shells
 ORPHAN = 60.0  # seconds to wait for a run that a killed sweep has left
@@ -88,7 +99,7 @@ class Sweep:
             run = self.study.path(trial)
             if standing(run)[0] == "pending" and not asked:
                 log = self.log(number)
-                results.write_failed(run, f"its process died (exit code {child.status}); see {log}")
+                write_failed(run, f"its process died (exit code {child.status}); see {log}")
             self.end(trial)
 
     def end(self, trial: Trial) -> None:
@@ -100,8 +111,8 @@ class Sweep:
         self.trials[trial.folder] = replace(trial, status=status, error=error)
         outcome = f"failed: {error}"
         if status == "finished":
-            known = results.scores(run)
-            metric = results.metric_of(known, self.study.table.metric)
+            known = scores(run)
+            metric = metric_of(known, self.study.table.metric)
             outcome = f"{metric.removeprefix('sampled_')} {known.get(metric, nan):.3f}"
         total = len(self.trials)
         print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
@@ -159,7 +170,7 @@ def sweep(
         ended = len(left) - len(carried.pending())
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
         carried.carry_out()
-        results.write_results(study.folder)
+        write_results(study.folder)
     return carried.farewell(" ".join(["tba sweep", str(path), *settings]))
 
 
@@ -237,7 +248,7 @@ def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
     except Exception as error:
         line = " ".join(traceback.format_exception_only(error)[-1].split())
         line = line.removeprefix(f"{type(error).__module__}.")
-        results.write_failed(folder, line, traceback.format_exc())
+        write_failed(folder, line, traceback.format_exc())
 
 
 def _stop_with_sweep() -> None:

@@ -21,7 +21,7 @@ from tba.report import report
 from tba.report.runs import AXES
 from tba.runs.log import METRICS, SAMPLES, SUMMARY, WARNINGS, read
 from tba.runs.metrics import PANELS
-from tba.studies.results import Ledger, Trial
+from tba.studies.study import Ledger, Trial
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,7 @@ import pytest
 
 from tba.report import report
 from tba.report.study import Layout, lay_out, link_to, panels
-from tba.studies.results import Ledger, Trial, curve, read_ledger, write_results
-from tba.studies.study import read_study
+from tba.studies.study import Ledger, Trial, curve, read_ledger, read_study, write_results
 
 GRIDS = """
 [[grid]]

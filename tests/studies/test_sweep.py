@@ -20,8 +20,7 @@ from tba.config.schema import Config
 from tba.prompt import Answer, Prompt
 from tba.runs.log import locked, read
 from tba.runtime.placement import available_cores
-from tba.studies.results import FAILED, read_ledger, write_results
-from tba.studies.study import Study, read_study
+from tba.studies.study import FAILED, Study, read_ledger, read_study, write_results
 from tba.studies.sweep import INTERRUPTED, prepare, sweep
 
 STEPS = 40
