@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -25,7 +25,6 @@ __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
-Served = Callable[[str], AbstractContextManager[str]]
 PROGRAMS = sorted(RECIPES.glob("*.py"))
 
 

@@ -12,8 +12,6 @@ from fakes import Judge, Reply
 
 from tba.tasks.judges.http import LARGEST, Http, JudgeError, is_loopback, tell_proxy
 
-GZIP = {"Content-Encoding": "gzip"}
-
 
 @pytest.fixture
 def asked() -> Iterator[Callable[..., list[float]]]:
