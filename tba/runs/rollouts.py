@@ -30,7 +30,7 @@ from tba.runs.checkpoint import chosen
 from tba.runs.log import read_config
 from tba.runs.setup import RunSetup
 from tba.search.chat import Chat, shown
-from tba.search.session import Session, readable
+from tba.search.session import THOUGHTS, Session, readable
 from tba.search.verdicts import LARGEST
 from tba.types import RESTART, SAMPLED, Completion, Group, Trajectory, marks_of
 
@@ -183,6 +183,12 @@ def _of_messages(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, C
             continue
         if place == 0 or messages[place - 1]["role"] == "assistant":
             raise ValueError("a message of the assistant follows no other message")
+        for name in THOUGHTS:
+            if message.get(name):
+                raise ValueError(
+                    f"a message of the assistant has {name}; write it into content, in the form in"
+                    " which the model writes it, or give prompt_ids and ids"
+                )
         written = text.tokenizer(chat.written(message), add_special_tokens=False)["input_ids"]
         session.add(session.ask(messages[:place], chat), _finished(written, text), message)
     if not session.exchanges:

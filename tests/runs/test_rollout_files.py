@@ -125,11 +125,13 @@ def test_the_chats_of_the_page_are_trained_on(model, tmp_path):
 
 def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
     sound = {"prompt_ids": [5, 6], "ids": [7, 1], "sampled": [1, 1], "reward": 1.0}
+    thoughtful = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
     broken = [
         "{", "[]", {**sound, "reward": "much"}, {**sound, "reward": float("nan")},
         {**sound, "ids": [10**6, 1]}, {**sound, "sampled": [0, 0]}, {**sound, "prompt_ids": []},
         {**sound, "sampled": [1]}, {"reward": 1.0}, {"messages": [], "reward": 1},
         {"messages": [programs.user("x")], "reward": 1},
+        {"messages": [programs.user("x"), thoughtful], "reward": 1},
         {**sound, "ids": [7] * 5000, "sampled": [1] * 5000},
     ]  # fmt: skip
     with caplog.at_level(logging.WARNING):
@@ -138,6 +140,10 @@ def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
     assert f"{len(broken)} of {len(broken) + 1} rows are left out: row 2: " in caplog.text
     with pytest.raises(ValueError, match="has no sound row"):
         read_rollouts(rows(tmp_path, *broken), text)
+    chat = {"messages": [programs.user("x"), thoughtful], "reward": 1}
+    with pytest.raises(ValueError, match="has no sound row"):
+        read_rollouts(rows(tmp_path, chat), text)
+    assert "has reasoning_content; write it into content" in caplog.text
 
 
 @pytest.mark.parametrize(
