@@ -7,7 +7,6 @@ import pytest
 from conftest import module_at
 
 from tba.prompt import Answer
-from tba.studies.sweep import read_study
 
 ROOT = Path(__file__).parents[2]
 WrongSums = module_at(ROOT / "studies" / "off_policy" / "wrong_rewards.py").WrongSums
@@ -45,10 +44,3 @@ def test_an_answer_keeps_its_reward_and_a_larger_share_has_the_same_wrong_ones_a
 def test_held_out_answers_have_their_true_rewards():
     task = WrongSums(held_out_size=20, kind="flip", share=1.0)
     assert all(rewards(task, prompt) == list(map(float, RIGHT)) for prompt in task.held_out())
-
-
-def test_the_study_trains_with_them():
-    study = read_study(ROOT / "studies" / "off_policy" / "study.toml")
-    tasks = [study.config(trial).task for trial in study.trials if trial.grid == "faults"]
-    assert {task.use for task in tasks} == {"studies.off_policy.wrong_rewards.WrongSums"}
-    assert {task.options["share"] for task in tasks} == {0.0, 0.05, 0.2}
