@@ -75,6 +75,8 @@ class Experiment:
     wider: int = 2
     given: Settings | None = None
     """More settings that all runs share."""
+    details: Sequence[str] = ("ess", "drop")
+    """What the table says of each cell below its score."""
 
     @property
     def rows(self) -> Path:
@@ -139,9 +141,24 @@ class Experiment:
             raise SystemExit(status)
         by_label = {setting.label: setting for setting in settings}
         return [
-            row_of(folder, result, stage, by_label[result["axes"]["variant"]])
+            self.row(folder, result, stage, by_label[result["axes"]["variant"]])
             for result in write_results(folder).to_dict("records")
         ]
+
+    def row(self, folder: Path, result: Row, stage: str, setting: Setting) -> Row:
+        """Return the row of a run, from its result in a study."""
+        by_step = curve(read_metrics(folder / result["folder"]), result["metric"])["score"]
+        ended = result["status"] == "finished"
+        return {
+            "stage": stage,
+            **asdict(setting),
+            "seed": int(result["axes"]["run.seed"]),
+            **{name: result.get(name) for name in (*KEPT, *self.details)},
+            "score": float(by_step.tail(EVALUATIONS).mean()) if ended else 0.0,
+            "drop": result["drop"] if ended else None,
+            "log_ratio": result.get("sampled_log_ratio") if ended else None,
+            "curve": {int(step): round(score, 5) for step, score in by_step.items()},
+        }
 
     def text(
         self, stage: str, folder: Path, settings: Sequence[Setting], seeds: Sequence[int]
@@ -212,14 +229,28 @@ class Experiment:
             yield objective, condition, own
 
     def table(self) -> str:
-        """Return objective x condition: score ± standard error, rate, schedule, ESS and drop."""
+        """Return objective x condition; one sentence before the first run."""
+        if not self.known():
+            return "Not run yet."
         cells = {(objective, c): rows for objective, c, rows in self.final()}
         heads = [c if isinstance(c, str) else f"{self.condition} {c}" for c in self.conditions]
         lines = [f"| objective | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
         for objective in self.objectives:
-            texts = [cell(cells[objective, c]) for c in self.conditions]
+            texts = [self.cell(cells[objective, c]) for c in self.conditions]
             lines.append(f"| {objective} | {' | '.join(texts)} |")
         return "\n".join(lines)
+
+    def cell(self, own: Sequence[Row]) -> str:
+        """Return mean ± standard error over seeds in %, rate, schedule and details."""
+        if not own:
+            return "not run"
+        scores = [100 * row["score"] for row in own]
+        error = stdev(scores) / len(scores) ** 0.5
+        details = [f"{own[0]['rate']:g} {own[0]['schedule']}"]
+        for name in self.details:
+            known = [row[name] for row in own if row.get(name) is not None]
+            details += [f"{name} {fmean(known):.2f}"] if known else []
+        return f"{fmean(scores):.1f} ± {error:.1f}<br><small>{', '.join(details)}</small>"
 
     def count(self) -> str:
         """Return the number of runs of each stage, and the hours that they take."""
@@ -237,22 +268,6 @@ class Experiment:
         )
 
 
-def row_of(folder: Path, result: Row, stage: str, setting: Setting) -> Row:
-    """Return the row of a run, from its result in a study."""
-    by_step = curve(read_metrics(folder / result["folder"]), result["metric"])["score"]
-    ended = result["status"] == "finished"
-    return {
-        "stage": stage,
-        **asdict(setting),
-        "seed": int(result["axes"]["run.seed"]),
-        **{name: result.get(name) for name in KEPT},
-        "score": float(by_step.tail(EVALUATIONS).mean()) if ended else 0.0,
-        "drop": result["drop"] if ended else None,
-        "log_ratio": result.get("sampled_log_ratio") if ended else None,
-        "curve": {int(step): round(score, 5) for step, score in by_step.items()},
-    }
-
-
 def key_of(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("objective", "condition", "rate", "schedule"))
 
@@ -262,15 +277,3 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if value == value else None
     return value
-
-
-def cell(own: Sequence[Row]) -> str:
-    if not own:
-        return "not run"
-    scores = [100 * row["score"] for row in own]
-    error = stdev(scores) / len(scores) ** 0.5
-    details = [f"{own[0]['rate']:g} {own[0]['schedule']}"]
-    for name in ("ess", "drop"):
-        known = [row[name] for row in own if row[name] is not None]
-        details += [f"{name} {fmean(known):.2f}"] if known else []
-    return f"{fmean(scores):.1f} ± {error:.1f}<br><small>{', '.join(details)}</small>"

@@ -8,7 +8,8 @@
 `working` asks whether answers of 40 tokens age faster than those of `make study`, which have 5.
 `replay` asks what training on each response 1, 2, 4 and 8 times buys, per response generated and
 per FLOP of generation and training. `quantised` samples from weights of 8 and 4 bits, without any
-correction but the objective's own. `wrong_rewards` asks whether replay by reward amplifies errors
+correction but the objective's own. `others` has the objectives that `make study` has no time for,
+and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether replay by reward amplifies errors
 of the reward, and `selection` whether prompts of predicted difficulty are learned faster. `real`
 needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and is skipped
 without them. experiment.py says how each is run.
@@ -76,6 +77,41 @@ QUANTISED = brief(
     },
     seconds=20,
 )
+OTHERS = brief(
+    name="others",
+    condition="lag",
+    objectives={
+        name: {"objective.use": name, **options}
+        for name, options in {
+            "tb_learned_z": {"objective.beta": 0.1},
+            "proximal_rloo": {},
+            "vineppo": {
+                "objective.rollouts": 9,
+                "objective.whiten": True,
+                "objective.step_tokens": 2,
+            },
+            "online_dpo": {"objective.beta": 0.1},
+            "raft": {},
+            "gspo": {},
+            "vespo": {},
+            "topr": {},
+            "asymre": {},
+        }.items()
+    },
+    conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
+    seconds=20,
+)
+ALPHA = brief(
+    name="alpha",
+    condition="lag",
+    objectives={
+        f"alpha {alpha:g}": {**OBJECTIVES["tb"], "objective.alpha": alpha}
+        for alpha in (0.5, 0.75, 1.0, 1.25)
+    },
+    conditions={lag: {"runtime.lag": lag} for lag in (0, 16)},
+    seconds=18,
+    details=("pass@4",),
+)
 REAL = Experiment(
     name="real",
     condition="lag",
@@ -126,7 +162,10 @@ SELECTION = Experiment(
     schedules=False,
 )
 """Each sum is used about six times."""
-EXPERIMENTS = {e.name: e for e in (WORKING, REPLAY, QUANTISED, WRONG_REWARDS, SELECTION, REAL)}
+EXPERIMENTS = {
+    e.name: e
+    for e in (WORKING, REPLAY, QUANTISED, OTHERS, ALPHA, WRONG_REWARDS, SELECTION, REAL)
+}
 
 
 def real() -> Experiment | None:
