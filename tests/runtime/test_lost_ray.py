@@ -140,6 +140,7 @@ def test_a_second_signal_leaves_at_once_although_ray_is_stopped(tiny_model, tmp_
         for part in ("raylet", "gcs_server"):
             run.part(part).suspend()
         run.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: "interrupt again" in run.errors.read_text(), SECONDS)
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait(timeout=SECONDS) != 0, run.errors.read_text()
 
