@@ -9,9 +9,9 @@
 `replay` asks what training on each response 1, 2, 4 and 8 times buys, per response generated and
 per FLOP of generation and training. `quantised` samples from weights of 8 and 4 bits, without any
 correction but the objective's own. `others` has the objectives that `make study` has no time for,
-and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether replay by reward amplifies errors
-of the reward, and `selection` whether prompts of predicted difficulty are learned faster. `real`
-needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and is skipped
+and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether replay by reward
+amplifies errors of the reward, and `selection` whether prompts of predicted difficulty are learned
+faster. `real` needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and is skipped
 without them. experiment.py says how each is run.
 """
 
@@ -163,8 +163,7 @@ SELECTION = Experiment(
 )
 """Each sum is used about six times."""
 EXPERIMENTS = {
-    e.name: e
-    for e in (WORKING, REPLAY, QUANTISED, OTHERS, ALPHA, WRONG_REWARDS, SELECTION, REAL)
+    e.name: e for e in (WORKING, REPLAY, QUANTISED, OTHERS, ALPHA, WRONG_REWARDS, SELECTION, REAL)
 }
 
 
