@@ -11,8 +11,8 @@ per FLOP of generation and training. `quantised` samples from weights of 8 and 4
 correction but the objective's own. `others` has the objectives that `make study` has no time for,
 and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether replay by reward
 amplifies errors of the reward, and `selection` whether prompts of predicted difficulty are learned
-faster. `real` needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and is skipped
-without them. experiment.py says how each is run.
+faster. `real` needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and
+is skipped without them. experiment.py says how each is run.
 """
 
 from __future__ import annotations
