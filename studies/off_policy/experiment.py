@@ -34,6 +34,8 @@ RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4)
 SERIES = (1e-7, 3e-7, 1e-6, *RATES, 1e-3, 3e-3, 1e-2)
 """Rates to widen a grid with."""
 EVALUATIONS = 3
+SEARCHED = "†"
+"""Mark of a score from the seeds of the search, where those of the table have not run."""
 PARALLEL = 2
 KEPT = ("status", "error", "ess", "lag_mean", "samples_generated", "samples_trained", "seconds")
 Row = dict[str, Any]
@@ -220,18 +222,20 @@ class Experiment:
         write_whole(self.rows, f"[\n{lines}\n]\n")
 
     def final(self) -> Iterator[tuple[str, Condition, list[Row]]]:
-        """Yield each cell with its rows of the table; none before they have run."""
-        rows: dict[tuple[str, Condition], list[Row]] = {cell: [] for cell in self.cells()}
-        for row in self.known():
-            if row["stage"] == "table":
-                rows[row["objective"], row["condition"]].append(row)
-        for (objective, condition), own in rows.items():
-            yield objective, condition, own
+        """Yield each cell with its rows of the table, or else the best ones of the search."""
+        known = self.known()
+        for objective, condition in self.cells():
+            own = [r for r in known if (r["objective"], r["condition"]) == (objective, condition)]
+            rows = [row for row in own if row["stage"] == "table"]
+            if own and not rows:
+                best = key_of(asdict(self.ranked(own, objective, condition)[0]))
+                rows = [row for row in own if key_of(row) == best]
+            yield objective, condition, rows
 
     def table(self) -> str:
         """Return objective x condition; one sentence before the first run."""
         if not self.known():
-            return "Not run yet."
+            return "Not run yet: `make study-long`."
         cells = {(objective, c): rows for objective, c, rows in self.final()}
         heads = [c if isinstance(c, str) else f"{self.condition} {c}" for c in self.conditions]
         lines = [f"| objective | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
@@ -245,12 +249,13 @@ class Experiment:
         if not own:
             return "not run"
         scores = [100 * row["score"] for row in own]
-        error = stdev(scores) / len(scores) ** 0.5
+        error = f" ± {stdev(scores) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
+        mark = "" if own[0]["stage"] == "table" else f" {SEARCHED}"
         details = [f"{own[0]['rate']:g} {own[0]['schedule']}"]
         for name in self.details:
             known = [row[name] for row in own if row.get(name) is not None]
             details += [f"{name} {fmean(known):.2f}"] if known else []
-        return f"{fmean(scores):.1f} ± {error:.1f}<br><small>{', '.join(details)}</small>"
+        return f"{fmean(scores):.1f}{error}{mark}<br><small>{', '.join(details)}</small>"
 
     def count(self) -> str:
         """Return the number of runs of each stage, and the hours that they take."""
