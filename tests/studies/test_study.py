@@ -1,15 +1,11 @@
 """Studies as files: the runs they describe, and mistakes that are reported before any run."""
 
-import json
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tba.studies.study import check_study, read_study
 
-ROOT = Path(__file__).parents[2]
 BASE = """
 [base]
 task = "toy.Ones"
@@ -75,35 +71,6 @@ def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
     tables = '{ label = "short", "run.steps" = 2 }, { label = "usual" }'
     path = write(tmp_path, tiny_model, f'[[grid]]\nname = "x"\nvariants = [{tables}]\n')
     assert [c.run.steps for c in check_study(read_study(path, ["run.steps=5"]))] == [2, 5]
-
-
-def test_the_two_studies_of_the_results_page_are_those_of_the_committed_rows():
-    """A setting that rates.toml chose is repeated in study.toml: no run may differ from its row.
-
-    The rows of the grid `faults` are older than its settings, as the page says.
-    """
-    planned, kept = Counter(), Counter()
-    for name in ("rates", "study"):
-        for t in read_study(ROOT / "studies" / "off_policy" / f"{name}.toml").trials:
-            settings = {} if t.grid == "faults" else t.settings
-            planned[t.grid, t.label, json.dumps(settings, sort_keys=True)] += 1
-    for row in json.loads((ROOT / "studies" / "off_policy" / "results.json").read_text()):
-        settings = {} if row["grid"] == "faults" else row["settings"]
-        kept[row["grid"], row["label"], json.dumps(settings, sort_keys=True)] += 1
-    assert planned == kept and planned.total() == 412
-
-
-def test_the_two_studies_of_the_results_page_work():
-    for name in ("rates", "study"):
-        path = ROOT / "studies" / "off_policy" / f"{name}.toml"
-        study = read_study(path, ["task.train_size=256"])
-        # one of the runs that differ in numbers only
-        different = {
-            (t.grid, *((k, v if isinstance(v, str) else "") for k, v in t.settings.items())): t
-            for t in study.trials
-        }
-        chosen = replace(study, trials=[*different.values()])
-        assert len(check_study(chosen)) == len(chosen.trials) > 0
 
 
 MISTAKES = {
