@@ -40,17 +40,7 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score, **others}
 
 
-NAMES = [
-    "lags",
-    "working",
-    "replay",
-    "quantised",
-    "others",
-    "alpha",
-    "wrong_rewards",
-    "selection",
-    "real",
-]
+SHORT = ("lags", "replay", "quantised", "others", "alpha", "wrong_rewards", "selection")
 
 
 @pytest.mark.parametrize("name", [*SHORT, "working", "real"])
