@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def custom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cus
     """A task over the rows above, two of which are held out, with functions of the module above."""
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # the documentation's
 
     def make(*functions: str, rows: list[dict[str, Any]] = ROWS, **options: Any) -> Custom:
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
