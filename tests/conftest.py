@@ -5,7 +5,7 @@ import os
 import signal
 import string
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -43,17 +43,6 @@ def module_at(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(autouse=True)
-def forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Forget the modules that a test has written and imported: another test's have their names."""
-    before = set(sys.modules)
-    yield
-    for name in sys.modules.keys() - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(tmp_path_factory.getbasetemp()):
-            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

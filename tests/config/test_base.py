@@ -58,6 +58,7 @@ def home(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the run adds to it
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "base_rewards", raising=False)
     return here
 
 

@@ -48,6 +48,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a reward function, its helper and data, which is the current one."""
     (tmp_path / "reward.py").write_text(FILE)
     (tmp_path / "helper.py").write_text(HELPER)
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
     rows = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
     (tmp_path / "data.jsonl").write_text("".join(rows))
     monkeypatch.chdir(tmp_path)
