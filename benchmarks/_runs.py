@@ -26,8 +26,8 @@ STEPS: dict[Side, int] = {"asynchronous": 30, "synchronous": 25, "trl": 25}
 """Steps of a run, about twice as many as it usually needs."""
 SECONDS: dict[Side, float] = {"asynchronous": 600.0, "synchronous": 600.0, "trl": 1200.0}
 """Seconds after which a run stops, even on a slow machine."""
-EVERY: dict[Side, float] = {"asynchronous": 5.0, "synchronous": 10.0, "trl": 15.0}
-"""Seconds between evaluations."""
+EVERY: dict[Side, float] = {"asynchronous": 2.5, "synchronous": 2.5, "trl": 5.0}
+"""Seconds between evaluations, or a step, whichever is longer: every step or every second one."""
 OURS = ("objective=tb", "objective.beta=0.02")
 BASE: dict[Side, tuple[str, ...]] = {
     "asynchronous": (
