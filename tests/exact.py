@@ -74,7 +74,7 @@ def every_answer(text: Tokenizer, max_tokens: int = MAX_TOKENS) -> list[np.ndarr
 def group_of_all(
     text: Tokenizer, prompt: Prompt, reference: Policy, max_tokens: int = MAX_TOKENS
 ) -> Group:
-    """Every answer to the prompt as a trajectory, with its true reference log-probs and reward."""
+    """Every answer to the prompt as a trajectory, with its reward and the reference's log-probs."""
     answers = every_answer(text, max_tokens)
     finished = [a[-1] in text.eos_ids for a in answers]
     shown = [Answer(text.decode(a), f) for a, f in zip(answers, finished, strict=True)]
@@ -87,7 +87,8 @@ def group_of_all(
     group = Group(prompt, text.encode(prompt), tuple(blank))
     logp = log_probs(reference, group)
     pairs = zip(blank, logp, strict=True)
-    whole = [replace(t, ref_logp=row[: len(t.tokens)].numpy()) for t, row in pairs]
+    own = [(t, row[: len(t.tokens)].numpy()) for t, row in pairs]
+    whole = [replace(t, ref_logp=logp, behavior_logp=logp) for t, logp in own]
     return replace(group, trajectories=tuple(whole))
 
 

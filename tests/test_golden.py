@@ -31,7 +31,11 @@ SETTINGS = (
 """Six answers, one of them twice, and a buffer that keeps all: ratios pi / mu are far from 1."""
 LATER = {"grpo": 3e-2}
 """Tolerance of the steps after the first, where it is not 1e-3."""
-OPTIONS = {"vineppo": ("objective.step_tokens=2",), "ppo": ("objective.value_coefficient=0.5",)}
+OPTIONS = {
+    "tb": ("objective.tapered=false",),
+    "vineppo": ("objective.step_tokens=2",),
+    "ppo": ("objective.value_coefficient=0.5",),
+}
 
 
 @pytest.mark.parametrize("objective", names("objectives"))

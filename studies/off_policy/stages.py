@@ -17,7 +17,7 @@ from experiment import Experiment
 
 DOCS = Path(__file__).parents[2] / "docs"
 OBJECTIVES = {
-    "tb": {"objective.use": "tb", "objective.beta": 0.1},
+    "tb": {"objective.use": "tb", "objective.beta": 0.1, "objective.tapered": False},
     "tb tapered": {"objective.use": "tb", "objective.beta": 0.1, "objective.tapered": True},
     "tba_prime": {"objective.use": "tba_prime", "objective.beta": 0.1},
     "rloo": {"objective.use": "rloo", "objective.beta": 0.1},

@@ -76,9 +76,7 @@ class VLLM(Engine):
     compiler and time at the start, and makes generation about a sixth faster."""
     in_flight: bool = False
     """Load newer weights in the middle of responses, which then come from more than one version
-    (`samples_switched`). Refused for objectives that compare the policy with the one that sampled;
-    `tb` (without `tapered` and `importance_cap`), `tb_learned_z`, `raft`, `asymre` and
-    `online_dpo` do not."""
+    (`samples_switched`)."""
     deadline: float = 1800.0
     """Seconds for any single call, queueing included."""
 

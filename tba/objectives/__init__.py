@@ -67,11 +67,11 @@ class Objective:
         return None
 
     @property
-    def uses_behavior(self) -> bool:
-        """Return whether the loss depends on `batch.behavior_logp`, with the objective's options.
+    def needs_behavior(self) -> bool:
+        """Return whether `batch.behavior_logp` must be exact, with the objective's options.
 
-        The log-probs of the sampling policy must then be exact: settings that change the
-        distribution of the samples, such as `sampling.top_p`, are refused.
+        Settings that change the distribution of the samples, such as `sampling.top_p`, are then
+        refused.
         """
         return False
 

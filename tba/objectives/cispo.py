@@ -27,7 +27,7 @@ class Cispo(Objective):
     `cap` as in ScaleRL (arXiv 2510.13786) and TRL.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     cap: PositiveFloat = 5.0
     """Upper bound of the weights."""
 

@@ -18,7 +18,7 @@ class DrGrpo(Objective):
     Understanding R1-Zero-Like Training (arXiv 2503.20783), section 3; there without KL.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     beta: NotNegative = 0.0
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2

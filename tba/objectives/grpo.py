@@ -18,7 +18,7 @@ class Grpo(Objective):
     DeepSeekMath (arXiv 2402.03300), equation 3.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     beta: NotNegative = 0.04
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2

@@ -20,7 +20,7 @@ class Gspo(Objective):
     5.1.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     clip: PositiveFloat = 3e-4
     """Clip s to at least 1 - clip."""
     clip_high: PositiveFloat = 4e-4

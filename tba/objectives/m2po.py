@@ -23,7 +23,7 @@ class M2po(Objective):
     here it is over those of a group, so that a group's loss depends on that group only.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     threshold: PositiveFloat = 0.04
     """Largest mean of (log rho)^2 over the tokens that stay."""
 

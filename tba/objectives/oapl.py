@@ -27,7 +27,7 @@ class Oapl(Objective):
     older samples are dropped, and the gradient of the loss without 1 / (2 beta) is clipped at 1e-3.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     beta: PositiveFloat = 1e-3
     """Temperature of the target relative to mu: smaller values weigh the reward more."""
     value_beta: PositiveFloat = 1.0

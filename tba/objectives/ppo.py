@@ -35,7 +35,7 @@ class Ppo(Objective):
     arXiv 2203.02155.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     beta: NotNegative = 0.05
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2

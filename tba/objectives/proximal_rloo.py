@@ -16,7 +16,7 @@ class ProximalRloo(Objective):
     Asynchronous RLHF (arXiv 2410.18252), Proximal RLOO.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     beta: NotNegative = 0.05
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2

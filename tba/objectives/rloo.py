@@ -27,7 +27,7 @@ class Rloo(Objective):
     """Upper bound of the importance weights."""
 
     @property
-    def uses_behavior(self) -> bool:
+    def needs_behavior(self) -> bool:
         return self.beta != 0 or self.importance != "none"
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:

@@ -32,10 +32,11 @@ class TrajectoryBalance(Objective):
     The optimum does not depend on which policy generated the data. The loss is in units of reward,
     so that the learning rate does not depend on beta.
 
-    With `tapered`, responses whose probability is lowered (the term in the square is above 0) have
-    weight min(pi / mu, 1). The optimum is the same. Without it, responses that have become unlikely
-    since they were sampled are pushed down as hard as others, and training at a high learning rate
-    oscillates even at a lag of 3.
+    With `tapered`, the default, responses whose probability is lowered (the term in the square is
+    above 0) have weight min(pi / mu, 1). The optimum is the same, and so is the loss on policy.
+    Without it, as in the paper, responses that have become unlikely since they were sampled are
+    pushed down as hard as others, and training at a high learning rate oscillates even at a lag of
+    3 (docs/results.md). Since any weights above 0 have this optimum, mu need not be exact.
 
     With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
     corrects for lag. Trajectory balance does not need it; it is there for comparison.
@@ -59,8 +60,9 @@ class TrajectoryBalance(Objective):
 
     beta: PositiveFloat = 0.05
     """Temperature of the target: smaller values weigh the reward more."""
-    tapered: bool = False
-    """Weigh responses that are pushed down by min(pi / mu, 1); advisable at a lag of 3 or more."""
+    tapered: bool | None = None
+    """Weigh responses that are pushed down by min(pi / mu, 1); default: true, unless
+    `importance_cap` or `alpha` is given. false: the loss of the paper."""
     importance_cap: PositiveFloat | None = None
     """Upper bound of the importance weights; default: no weights."""
     gamma: PositiveFloat = 1.0
@@ -71,7 +73,10 @@ class TrajectoryBalance(Objective):
     """1: squared loss. Below 1, improbable good responses weigh more; above, probable bad ones."""
 
     def __post_init__(self) -> None:
-        if [self.tapered, self.importance_cap is not None, self.alpha != 1].count(True) > 1:
+        others = [self.importance_cap is not None, self.alpha != 1]
+        if self.tapered is None:
+            object.__setattr__(self, "tapered", not any(others))
+        if [self.tapered, *others].count(True) > 1:
             raise ValueError(
                 "objective.tapered, objective.importance_cap and objective.alpha exclude each"
                 " other; give one of them"
@@ -88,8 +93,8 @@ class TrajectoryBalance(Objective):
         )
 
     @property
-    def uses_behavior(self) -> bool:
-        return self.tapered or self.importance_cap is not None
+    def needs_behavior(self) -> bool:
+        return self.importance_cap is not None
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         kl = total(logp - batch.ref_logp / (self.gamma * self.tau), batch)

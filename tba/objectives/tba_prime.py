@@ -39,7 +39,7 @@ class TBAPrime(Objective):
     """Upper bound of the importance weights."""
 
     @property
-    def uses_behavior(self) -> bool:
+    def needs_behavior(self) -> bool:
         return self.importance != "none"
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:

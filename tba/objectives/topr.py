@@ -20,7 +20,7 @@ class Topr(Objective):
     with `baseline = 0.5` are half of these.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     baseline: float = 0.5
     """c: responses with a lower reward are pushed down."""
 

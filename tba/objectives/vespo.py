@@ -21,7 +21,7 @@ class Vespo(Objective):
     VESPO (arXiv 2602.10693); constants as in TRL 1.16.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     k_positive: PositiveFloat = 2.0
     """k where A >= 0."""
     lambda_positive: PositiveFloat = 3.0

@@ -25,7 +25,7 @@ class VinePpo(Objective):
     rollouts of its own.
     """
 
-    uses_behavior = True
+    needs_behavior = True
     beta: NotNegative = 1e-4
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2

@@ -259,7 +259,7 @@ def _check_objective(config: Config, objective: Plugin) -> None:
 
 def compares(config: Config, objective: Plugin) -> bool:
     """Return whether the objective compares the policy with the one that sampled, at any step."""
-    return any(objective.at(step).uses_behavior for step in (0, config.run.steps))
+    return any(objective.at(step).needs_behavior for step in (0, config.run.steps))
 
 
 def read_prompts(

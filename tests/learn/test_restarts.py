@@ -214,8 +214,9 @@ def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], spli
     for group in groups:
         batch = collate([group])
         with torch.no_grad():
-            batches.append(replace(batch, ref_logp=policy(batch).logp))
-    loss_of = TrajectoryBalance(beta=BETA)
+            logp = policy(batch).logp
+        batches.append(replace(batch, ref_logp=logp, behavior_logp=logp))
+    loss_of = TrajectoryBalance(beta=BETA, tapered=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
     for _ in range(STEPS):
@@ -287,7 +288,7 @@ def test_on_policy_a_context_that_forgets_ends_at_the_best_that_it_can(tmp_path)
     referred = [
         replace(t, ref_logp=row.numpy()) for t, row in zip(group.trajectories, every, strict=True)
     ]
-    loss_of = TrajectoryBalance(beta=BETA)
+    loss_of = TrajectoryBalance(beta=BETA, tapered=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
     rng = torch.Generator().manual_seed(1)

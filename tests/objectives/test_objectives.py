@@ -53,11 +53,11 @@ def test_tb_by_hand():
         [[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 3]],
         [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2],
     )
-    check(solve(TrajectoryBalance(0.5), *ragged()), loss, gradient)
-    check(solve(TrajectoryBalance(0.5), *drifted()), loss, gradient)  # whoever found the responses
-    assert metric(TrajectoryBalance(0.5), "tb/log_z", *ragged()) == pytest.approx(
-        [-1 / 3, 5 / 3]
-    )  # mean(2 r - KL)
+    objective = TrajectoryBalance(0.5, tapered=False)
+    check(solve(objective, *ragged()), loss, gradient)
+    check(solve(objective, *drifted()), loss, gradient)  # whoever found the responses
+    # mean(2 r - KL)
+    assert metric(objective, "tb/log_z", *ragged()) == pytest.approx([-1 / 3, 5 / 3])
 
 
 def test_tb_corrected_for_delay_by_hand():
@@ -120,10 +120,10 @@ def test_tb_learned_z_by_hand():
 
 def test_tb_learned_z_at_the_groups_own_log_z_is_tb():
     logp, batch = drifted()
-    own = TrajectoryBalance(0.3)(logp, batch)[1]["tb/log_z"]
+    own = TrajectoryBalance(0.3, tapered=False)(logp, batch)[1]["tb/log_z"]
     for a, b in zip(
         solve(TrajectoryBalanceLearnedZ(0.3), logp, batch, own),
-        solve(TrajectoryBalance(0.3), logp, batch),
+        solve(TrajectoryBalance(0.3, tapered=False), logp, batch),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
@@ -226,7 +226,7 @@ def test_tba_prime_clamps_each_token():
 
 def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length():
     """7 and 6 tokens of 3 responses."""
-    _, tb = solve(TrajectoryBalance(0.3), *drifted())
+    _, tb = solve(TrajectoryBalance(0.3, tapered=False), *drifted())
     _, prime = solve(TBAPrime(0.3, log_ratio_clamp=1e9, importance="none"), *drifted())
     torch.testing.assert_close(prime, tb / torch.tensor([7 / 3, 6 / 3])[:, None, None])
     _, free = solve(TBAPrime(1e-9, importance="none"), *on_policy())
@@ -716,7 +716,7 @@ def test_both_are_at_rest_at_the_target_whoever_samples():
     """
     star = REF.log() + REWARD / BETA - LOG_Z
     logp, batch = answers(torch.tensor(list(product(range(3), repeat=3))), star, MU)
-    options: list[dict[str, Any]] = [{}, {"importance_cap": 1.5}, {"tapered": True}]
+    options: list[dict[str, Any]] = [{"tapered": False}, {"importance_cap": 1.5}, {"tapered": True}]
     for each in options:
         assert solve(TrajectoryBalance(BETA, **each), logp, batch)[1].abs().max() < 1e-12
     assert (
@@ -732,7 +732,7 @@ def test_both_are_at_rest_at_the_target_whoever_samples():
 @pytest.mark.parametrize(
     "objective",
     [
-        TrajectoryBalance(0.3),
+        TrajectoryBalance(0.3, tapered=False),
         OnlineDpo(0.3),
         Grpo(0.3),
         Grpo(0.3, clip_high=1.5),
@@ -802,7 +802,7 @@ def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned():
     behavior = batch.behavior_logp.clone()
     behavior[0, 2] += 6
     stale = replace(batch, behavior_logp=behavior)
-    plain = solve(TrajectoryBalance(0.5), logp, stale)[1]
+    plain = solve(TrajectoryBalance(0.5, tapered=False), logp, stale)[1]
     tapered = solve(TrajectoryBalance(0.5, tapered=True), logp, stale)[1]
     assert plain[0, 2].abs().max() > 0.2
     assert tapered[0, 2].abs().max() < 0.001
