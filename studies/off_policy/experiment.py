@@ -36,7 +36,7 @@ SERIES = (1e-7, 3e-7, 1e-6, *RATES, 1e-3, 3e-3, 1e-2)
 EVALUATIONS = 3
 SEARCHED = "†"
 """Mark of a score from the seeds of the search, where those of the table have not run."""
-PARALLEL = 2
+PARALLEL = 3  # of two cores, none waits for the last of a cell's three or five runs
 KEPT = ("status", "error", "ess", "lag_mean", "samples_generated", "samples_trained", "seconds")
 Row = dict[str, Any]
 Settings = Mapping[str, Any]
