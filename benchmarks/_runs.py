@@ -36,7 +36,7 @@ BASE: dict[Side, tuple[str, ...]] = {
         "strategy.reward=0.0",
         "runtime.concurrent_searches=1",
     ),
-    "synchronous": (*OURS, "strategy=recent"),
+    "synchronous": (*OURS, "objective.tapered=false", "strategy=recent"),
     "trl": (),
 }
 FULL = ("objective.tapered=true", "runtime.prompts_per_task=4")

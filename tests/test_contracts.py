@@ -365,7 +365,7 @@ def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
         loss, _ = call(objective, logp, one, head if objective.head else None)
         results.append((loss.detach(), gradients(loss.sum(), logp, None)[0]))
     changes = not all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    tapers = getattr(objective, "tapered", False)  # any weights above 0 have the same optimum
+    tapers = getattr(objective, "tapers", False)  # any weights above 0 have the same optimum
     assert (objective.needs_behavior or tapers) == changes
 
 

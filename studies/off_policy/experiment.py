@@ -36,7 +36,9 @@ SERIES = (1e-7, 3e-7, 1e-6, *RATES, 1e-3, 3e-3, 1e-2)
 EVALUATIONS = 3
 SEARCHED = "†"
 """Mark of a score from the seeds of the search, where those of the table have not run."""
-PARALLEL = 3  # of two cores, none waits for the last of a cell's three or five runs
+CORES = 2
+PARALLEL = 3
+"""Runs at a time: no core waits for the last of the three or five runs of a cell."""
 KEPT = ("status", "error", "ess", "lag_mean", "samples_generated", "samples_trained", "seconds")
 Row = dict[str, Any]
 Settings = Mapping[str, Any]
@@ -264,7 +266,7 @@ class Experiment:
         schedules = number * 2 * len(self.search_seeds) if self.schedules else 0
         total = rates + schedules + number * len(self.seeds)
         most = total + number * self.wider * len(self.search_seeds)
-        hours, longest = (runs * self.seconds / PARALLEL / 3600 for runs in (total, most))
+        hours, longest = (runs * self.seconds / CORES / 3600 for runs in (total, most))
         return (
             f"{self.name}: {rates} runs for rates, {schedules} for schedules,"
             f" {number * len(self.seeds)} for the table: {total} runs, about {hours:.1f} hours on"

@@ -73,10 +73,7 @@ class TrajectoryBalance(Objective):
     """1: squared loss. Below 1, improbable good responses weigh more; above, probable bad ones."""
 
     def __post_init__(self) -> None:
-        others = [self.importance_cap is not None, self.alpha != 1]
-        if self.tapered is None:
-            object.__setattr__(self, "tapered", not any(others))
-        if [self.tapered, *others].count(True) > 1:
+        if [self.tapered, self.importance_cap is not None, self.alpha != 1].count(True) > 1:
             raise ValueError(
                 "objective.tapered, objective.importance_cap and objective.alpha exclude each"
                 " other; give one of them"
@@ -91,6 +88,12 @@ class TrajectoryBalance(Objective):
             f"objective.alpha = {self.alpha:g}: outside {low:g} to {high:g}, single responses can"
             " have almost all of the weight of a group; watch grad_norm"
         )
+
+    @property
+    def tapers(self) -> bool:
+        """Return whether the loss is tapered, by the option or by default."""
+        by_default = self.importance_cap is None and self.alpha == 1
+        return by_default if self.tapered is None else self.tapered
 
     @property
     def needs_behavior(self) -> bool:
@@ -108,7 +111,7 @@ class TrajectoryBalance(Objective):
         weighted = (weight * residual.detach()).sum(1, keepdim=True)
         log_z = -weighted / weight.sum(1, keepdim=True)
         error = residual + log_z
-        if self.tapered:
+        if self.tapers:
             share = importance("sequence", logp, batch, cap=1.0)[..., 0]
             weight = torch.where(error > 0, share, 1.0)
         loss = (weight * error.square()).mean(1) / (2 * self.beta)

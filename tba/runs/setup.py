@@ -258,7 +258,7 @@ def _check_objective(config: Config, objective: Plugin) -> None:
 
 
 def compares(config: Config, objective: Plugin) -> bool:
-    """Return whether the objective compares the policy with the one that sampled, at any step."""
+    """Return whether the objective needs the exact log-probs of the sampling policy at any step."""
     return any(objective.at(step).needs_behavior for step in (0, config.run.steps))
 
 
