@@ -200,7 +200,7 @@ def python_with_trl() -> str:
     return str(BENCH)
 
 
-ISOLATION_DEADLINE = 1.5
+ISOLATION_DEADLINE = 3.0
 """Seconds for each answer."""
 
 
