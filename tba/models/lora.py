@@ -35,9 +35,9 @@ ALL = ("all-linear",)
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits, with its part of the scales."""
 SCALES = ("r", "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
+"""Settings of PEFT that change what the tensors of an adapter compute."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the model's own weights as they are."""
-"""Settings of PEFT that change what the tensors of an adapter compute."""
 
 
 def load_placed(

@@ -121,7 +121,7 @@ class RunSetup:
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,
             sets=self.sets,
-            compares=compares(c, self.objective),
+            needs_behavior=needs_behavior(c, self.objective),
         )
 
 
@@ -243,7 +243,7 @@ def _check_objective(config: Config, objective: Plugin) -> None:
         )
     for told in {objective.at(step).warning for step in (0, config.run.steps)} - {None}:
         log.warning(told)
-    if not compares(config, objective):
+    if not needs_behavior(config, objective):
         return
     c = config
     others = {"sampling.explore": c.sampling.explore, "replay.rollouts": c.replay.rollouts}
@@ -252,12 +252,12 @@ def _check_objective(config: Config, objective: Plugin) -> None:
     if refused:
         raise ValueError(
             f"{' and '.join(refused)} does not work with objective.use = {config.objective.use!r},"
-            " which compares the policy with the one that sampled: those log-probs are not known;"
-            " remove it, or use an objective without this comparison, such as objective=tb"
+            " which needs the exact log-probs of the policy that sampled: they are not known then;"
+            " remove it, or use objective=tb without objective.importance_cap"
         )
 
 
-def compares(config: Config, objective: Plugin) -> bool:
+def needs_behavior(config: Config, objective: Plugin) -> bool:
     """Return whether the objective needs the exact log-probs of the sampling policy at any step."""
     return any(objective.at(step).needs_behavior for step in (0, config.run.steps))
 

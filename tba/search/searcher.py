@@ -70,8 +70,8 @@ class SearchSetup:
     """Functions passed from Python, pickled for another process; None if the config names them."""
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
     """Further evaluation sets, by name."""
-    compares: bool = False
-    """Whether the objective compares the policy with the one that sampled."""
+    needs_behavior: bool = False
+    """Whether the objective needs the exact log-probs of the policy that sampled."""
 
     def build(self, device: str, bf16: bool) -> "Searcher":
         """Load the engine, the reference model, and the models that score.
@@ -99,8 +99,8 @@ class SearchSetup:
         """Return what holds sessions of a program."""
         c = self.config
         fixed = "" if engine.explores else f"engine={c.engine.use} cannot sample so"
-        if self.compares:
-            fixed = "the objective needs the log-probs of the config's: choose objective=tb"
+        if self.needs_behavior:
+            fixed = "the objective needs the log-probs of the config's: objective=tb does not"
         limit = c.reward.max_memory
         return Agents(engine, text, program, fixed, limit, c.runtime.start_deadline)
 
