@@ -152,6 +152,13 @@ def test_the_study_compares_searchers_at_equal_steps(fakes):
     assert study.table.metric == "sampled_pass@1"
 
 
+def test_the_study_of_divergences_differs_in_alpha_only(fakes):
+    configs = check_study(read_study(ROOT / "studies/redteam/alpha.toml", replaced("small", fakes)))
+    given = [(c.objective.options.get("alpha", 1.0), c.run.seed) for c in configs]
+    assert given == [(alpha, seed) for seed in (0, 1, 2) for alpha in (0.5, 1.0, 1.25)]
+    assert not any(c.objective.options.get("tapered") for c in configs)
+
+
 def test_the_judge_of_the_small_one():
     module = module_at(ROOT / "examples" / "sad_words.py")
     told = ["She smiled.", "She was sad.", '"I am Lost," he cried!', "a sadder nomad"]
