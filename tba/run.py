@@ -171,10 +171,10 @@ class Run:
         """
         try:
             reference = self.trainer.reference(version=self.step)
+            with search_errors("the reference could not be replaced"):
+                self.searchers.reset_reference(reference)
         except NoAnswerError as error:
             raise RuntimeError(f"the reference could not be replaced: {error}") from error
-        with search_errors("the reference could not be replaced"):
-            self.searchers.reset_reference(reference)
 
     def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, finished evaluations, and a group if one is due."""

@@ -194,7 +194,10 @@ NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories of one prompt. Draws, batches and losses never split a group.
+    """Trajectories of one prompt: S that a search has found, or K that a batch has drawn.
+
+    The buffer keeps trajectories by prompt. A batch draws K of what it holds for a prompt, which
+    may come from several searches, and a loss sees the K together.
 
     `reference` is the version of the weights that the reference log-probs belong to; 0 is the
     initial model.

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.tables import GIVEN
+from tba.config.tables import FILLED_IN
 from tba.prompt import Prompt
 from tba.types import Group
 
@@ -22,9 +22,9 @@ class ShortPromptsFirst:
     The share grows linearly while the first `over` prompts are chosen.
     """
 
-    prompts: Sequence[Prompt] = field(metadata=GIVEN)
-    seed: int = field(metadata=GIVEN)
-    pass_reward: float | None = field(metadata=GIVEN)
+    prompts: Sequence[Prompt] = field(metadata=FILLED_IN)
+    seed: int = field(metadata=FILLED_IN)
+    pass_reward: float | None = field(metadata=FILLED_IN)
     over: int = 1000
     _chosen: int = field(default=0, init=False)
 

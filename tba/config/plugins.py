@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from tba.config.errors import about, choices, explain, is_secret, read_secrets
 from tba.config.schema import NEAREST, Config, elsewhere
-from tba.config.tables import GIVEN, PLUGGED, Positive, Use
+from tba.config.tables import FILLED_IN, PLUGGED, Positive, Use
 
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
@@ -146,7 +146,7 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
             default = make()
         if is_secret(field.name) and isinstance(default, str):
             default = None  # the config that a run writes has all defaults
-        if field.init and field.metadata != GIVEN:
+        if field.init and field.metadata != FILLED_IN:
             options[field.name] = Option(hints[field.name], default)
     return options
 

@@ -32,7 +32,7 @@ PLUGGED = {
     "selection": "selections",
 }
 """The tables that name a plug-in, and the folder of each."""
-GIVEN = {"given": True}
+FILLED_IN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
 
 
@@ -286,7 +286,7 @@ class RuntimeTable(Table):
     )
     max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
         4.0,
-        "most times that a sample is trained on, on average over the last 8 to 50 steps: before a"
+        "most times that a sample is trained on, on average over the last 20 to 50 steps: before a"
         " step, the trainer waits for samples (ray), or searches for them (local); inf: no limit",
     )
     lag: Count | None = key(

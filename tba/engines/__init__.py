@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tba.config.schema import Config
-from tba.config.tables import GIVEN, LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
+from tba.config.tables import FILLED_IN, LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
 from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling, Turn
 from tba.weights import Weights
@@ -40,14 +40,14 @@ class Engine(ABC):
     completion carries the version of the weights that began it.
     """
 
-    policy: PolicyTable = field(metadata=GIVEN)
-    text: Tokenizer = field(metadata=GIVEN)
-    device: str = field(metadata=GIVEN)
-    bf16: bool = field(metadata=GIVEN)
+    policy: PolicyTable = field(metadata=FILLED_IN)
+    text: Tokenizer = field(metadata=FILLED_IN)
+    device: str = field(metadata=FILLED_IN)
+    bf16: bool = field(metadata=FILLED_IN)
     """Whether the trainer computes in bf16."""
-    sampling: Sampling = field(metadata=GIVEN)
+    sampling: Sampling = field(metadata=FILLED_IN)
     """How the searches of the run sample."""
-    sleeps: bool = field(default=False, kw_only=True, metadata=GIVEN)
+    sleeps: bool = field(default=False, kw_only=True, metadata=FILLED_IN)
     """Whether the run will call `sleep` (`runtime.colocate`)."""
 
     can_sleep: ClassVar[bool] = False

@@ -24,7 +24,9 @@ HEAD = "head.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 RNG = "torch_rng"
-SAMPLED = 1024  # elements of each parameter that a fingerprint reads: training changes some
+FINGERPRINT_ELEMENTS = (
+    1024  # elements of each parameter that a fingerprint reads: training changes some
+)
 
 
 def save(
@@ -206,7 +208,7 @@ def fingerprint(model: Any) -> str:
         if adapted and parameter.requires_grad:
             continue
         flat = whole(parameter).flatten()
-        sample = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+        sample = flat[:: max(1, len(flat) // FINGERPRINT_ELEMENTS)].float().cpu()
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()

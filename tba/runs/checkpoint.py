@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to continue as if it had never stopped.
+"""Checkpoints: everything that a run needs to continue where it stopped.
 
 A generation is a folder `step-00000100`; docs/architecture.md lists its files. It is written aside
 and renamed when it is complete. Safetensors and JSON only, no pickles.

@@ -234,11 +234,11 @@ def _idle_share(seconds: Mapping[str, float]) -> float:
 
 
 def record_session(
-    run: Path, step: int, sizes: TrainerSizes, config: Mapping[str, Any], rewards: str
+    run: Path, step: int, sizes: TrainerSizes, config: Mapping[str, Any], note: str
 ) -> None:
     """Append this session, which begins at `step`, to the sessions of a run.
 
-    `rewards` says what has become of the stored ones.
+    `note` says what has become of stored rewards.
     """
     memory = psutil.virtual_memory().total / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -250,7 +250,7 @@ def record_session(
         "system": platform.platform(),
         "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
         "config": config,
-        "rewards": rewards,
+        "rewards": note,
         "parameters": sizes.parameters,
         "trained_parameters": sizes.trained,
     }

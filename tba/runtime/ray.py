@@ -2,8 +2,8 @@
 
 A collector thread keeps every searcher busy and receives the results. The train loop only takes the
 results that have arrived. A searcher that dies, misses a deadline or has a faulty engine is
-restarted, and its tasks are issued again. If Ray
-itself is lost, the next call raises ClusterLostError; `state` and `close` work all the same.
+restarted, and its tasks are issued again. If Ray itself is lost, the next call raises
+ClusterLostError; `state` and `close` work all the same.
 
     train loop            collector thread                  searcher process (actor.py)
     gather                _collect, again and again
@@ -269,7 +269,8 @@ class RaySearchers:
             prompts = self._stream.take(count)
             seed = self._job.search_seed(self._number)
             self._number += 1
-            weights = None if self._settings.lag is None else self._pool.newest  # exactly these
+            # in lockstep `send_newest` sends nothing: the weights come with the search
+            weights = None if self._settings.lag is None else self._pool.newest
             handle.search(prompts, seed, weights, self._pool.newest_reference)
 
     def _due(self) -> int:
@@ -339,17 +340,17 @@ class RaySearchers:
                 )
             self._stats.counts["searchers/restarts"] += 1
             if lost and machine is not None:
-                ended = self._pool.leave(machine)
+                lost_handles = self._pool.leave(machine)
                 log.warning(
                     "a machine with %d searchers is lost: they are started on others as soon as"
                     " there is room, and their tasks are issued again",
-                    len(ended),
+                    len(lost_handles),
                 )
             else:
-                ended = [handle]
+                lost_handles = [handle]
                 self._pool.replace(handle)
                 log.warning("a searcher %s: restarted, its tasks are issued again", why)
-            for task in (task for each in ended for task in each.tasks):
+            for task in (task for each in lost_handles for task in each.tasks):
                 self._stream.put_back(task.prompts)
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)

@@ -1,4 +1,4 @@
-"""The reference model: log-probs of responses under the weights that training starts from."""
+"""The reference model: log-probs under the initial weights, or those of the last reset."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

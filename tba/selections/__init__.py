@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tba.config.tables import GIVEN
+from tba.config.tables import FILLED_IN
 from tba.prompt import Prompt
 
 if TYPE_CHECKING:  # it imports PyTorch
@@ -31,9 +31,9 @@ class Selection(Protocol):
 class Counted:
     """A selection that depends on the seed and the number of earlier choices only."""
 
-    prompts: Sequence[Prompt] = field(metadata=GIVEN)
-    seed: int = field(metadata=GIVEN)
-    pass_reward: float | None = field(metadata=GIVEN)
+    prompts: Sequence[Prompt] = field(metadata=FILLED_IN)
+    seed: int = field(metadata=FILLED_IN)
+    pass_reward: float | None = field(metadata=FILLED_IN)
     _chosen: int = field(default=0, init=False)
 
     def learn(self, group: "Group") -> None:

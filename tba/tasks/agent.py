@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from tba.config.tables import GIVEN, Finite, Positive
+from tba.config.tables import FILLED_IN, Finite, Positive
 from tba.tasks import Program
 from tba.tasks._data import Rows
 from tba.tasks.custom import ADVICE, Custom
@@ -47,9 +47,9 @@ class Agent(Custom):
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the program, such as {OPENAI_API_KEY = "env:OPENAI_API_KEY"}. It
     has those of this process, too, but for secrets."""
-    environment: str | None = field(default=None, metadata=GIVEN, repr=False)
-    max_turns: int = field(default=8, metadata=GIVEN, repr=False)
-    tool_deadline: float = field(default=10.0, metadata=GIVEN, repr=False)
+    environment: str | None = field(default=None, metadata=FILLED_IN, repr=False)
+    max_turns: int = field(default=8, metadata=FILLED_IN, repr=False)
+    tool_deadline: float = field(default=10.0, metadata=FILLED_IN, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

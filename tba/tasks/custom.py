@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from tba.config.errors import masked, read_secrets
 from tba.config.plugins import JUDGES, check_options, resolve
-from tba.config.tables import GIVEN, Count, Finite, Positive, Use
+from tba.config.tables import FILLED_IN, Count, Finite, Positive, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number
 from tba.tasks._data import Rows, require, rows
@@ -116,7 +116,7 @@ class Custom(Rendering, Task):
     """Most turns of the policy in a dialogue with the environment."""
     tool_deadline: Finite = 10.0
     """Seconds for a call of a tool, after which the policy reads an error."""
-    passed: Functions | None = field(default=None, metadata=GIVEN, repr=False)
+    passed: Functions | None = field(default=None, metadata=FILLED_IN, repr=False)
     """Reward functions that were passed from Python, in place of `reward`."""
 
     def __post_init__(self) -> None:

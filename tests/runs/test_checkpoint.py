@@ -16,6 +16,8 @@ from build import save_checkpoint as save
 from tba.assemble import run
 from tba.runs.checkpoint import Checkpoints, damage, generations
 from tba.runs.log import METRICS, read
+from tba.runtime.deadline import NoAnswerError
+from tba.runtime.local import LocalSearchers
 
 
 def join(step: int) -> None:
@@ -151,3 +153,19 @@ def test_a_run_logs_its_saves_and_ends_with_a_complete_one(tiny_model, tmp_path,
     assert all(row["checkpoint/seconds"] > 0 for row in rows)
     assert all(row["checkpoint/blocked"] > 0 for row in rows)
     assert names(folder / "checkpoints") == ["step-00000006", "step-00000008"]
+
+
+def test_no_checkpoint_lacks_a_reference_that_could_not_be_replaced(
+    tiny_model, tmp_path, monkeypatch
+):
+    """A resumed run would not replace it again."""
+
+    def lost(searchers: LocalSearchers, sent: Any) -> None:
+        raise NoAnswerError("Ray is lost")
+
+    monkeypatch.setattr(LocalSearchers, "reset_reference", lost)
+    folder = tmp_path / "run"
+    settings = ("runtime.use=local", "checkpoint.every=2", "policy.reset_reference_every=3")
+    with pytest.raises(RuntimeError, match="the reference could not be replaced: Ray is lost"):
+        run(config(tiny_model, folder, *settings))
+    assert names(folder / "checkpoints") == ["step-00000002"]
