@@ -24,9 +24,8 @@ HEAD = "head.safetensors"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 RNG = "torch_rng"
-FINGERPRINT_ELEMENTS = (
-    1024  # elements of each parameter that a fingerprint reads: training changes some
-)
+FINGERPRINT_ELEMENTS = 1024
+"""Elements of each parameter that a fingerprint reads: training changes some."""
 
 
 def save(
