@@ -29,7 +29,7 @@ class Quantised(Engine):
     """
 
     longest_block: ClassVar[int] = 0
-    bits: Literal[4, 8, 32] = 8
+    bits: Literal[2, 3, 4, 8, 32] = 8
     """Bits of a weight."""
 
     def __post_init__(self) -> None:
