@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
-from long import EXPERIMENTS
+from long import EXPERIMENTS, savings
 from stages import LAGS
 
 HERE = Path(__file__).parent
@@ -39,6 +39,7 @@ def tables() -> dict[str, str]:
     noise = pd.DataFrame(json.loads((HERE / "gradient_variance.json").read_text()))
     return {
         **{experiment.name: experiment.table() for experiment in (LAGS, *EXPERIMENTS.values())},
+        "savings": savings(),
         "noise_k": variances(noise, "K", "k"),
         "noise_length": variances(noise, "length", "length"),
     }
