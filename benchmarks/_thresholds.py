@@ -3,9 +3,9 @@
     python benchmarks/_thresholds.py
 
 writes the section of benchmarks/README.md and the figure again, from the runs that are kept, and
-prints the ranges that README.md quotes. A time is that of the first
-crossing, linear between evaluations, and the median over seeds. A side whose median run stays
-below a score does not reach it. One score says little, because scores swing by their standard
+prints the ranges that README.md quotes. A time is that of the first crossing, linear between
+evaluations, and the median over seeds. A side has no time to a score if its median run stays below
+it, or if another run ended below it sooner: that run might have been faster. One score says little, because scores swing by their standard
 error: ranges are over all scores that both sides reach, the smallest ratio first.
 """
 
@@ -73,9 +73,7 @@ class Comparison:
     def points(self) -> list[Point]:
         points = []
         for score in self.scores:
-            own = median(time_to_goal(run, score) for run in self.ours)
-            other = median(time_to_goal(run, score) for run in self.peer)
-            points.append(Point(score, own, other))
+            points.append(Point(score, time_to(score, self.ours), time_to(score, self.peer)))
         return points
 
     @property
@@ -106,8 +104,16 @@ class Comparison:
         ):
             never = [show(score) for score, seconds in times if seconds == inf]
             if never:
-                told.append(f"never reached by {side}: {', '.join(never)}")
+                told.append(f"not reached by {side} in the time of its runs: {', '.join(never)}")
         return "; ".join(told)
+
+
+def time_to(score: float, runs: Sequence[Run]) -> float:
+    """Return the median seconds to a score; inf if it is not known."""
+    times = [time_to_goal(run, score) for run in runs]
+    ends = [run["curve"][-1]["seconds"] for run in runs if time_to_goal(run, score) == inf]
+    typical = median(times)
+    return typical if typical <= min(ends, default=inf) else inf
 
 
 def show(score: float) -> str:
@@ -210,7 +216,7 @@ def section() -> str:
 
 
 def seconds(value: float) -> str:
-    return "never" if value == inf else f"{value:.1f}"
+    return "not reached" if value == inf else f"{value:.1f}"
 
 
 def page_with(text: str) -> str:

@@ -119,16 +119,14 @@ def test_the_tables_of_the_readme_have_the_rows_of_the_results(measure):
     readme = (BENCHMARKS.parent / "README.md").read_text()
     rows = {(row["name"], row["peer_is"]): row for row in measure.read()}
 
-    for latency in (1, 3):
-        name = f"{latency} s of reward latency: 256 samples generated, scored, trained on"
-        row, beside = rows[name, "TRL"], rows[name, "ours, synchronous"]
-        figures = f"{row['value']:.1f} | {beside['peer']:.1f} | {row['peer']:.1f}"
-        assert f"| {latency} s | {figures} |" in readme
+    name = "3 s of reward latency: 256 samples generated, scored, trained on"
+    row, beside = rows[name, "TRL"], rows[name, "ours, synchronous"]
+    figures = f"{row['value']:.1f} asynchronously, {beside['peer']:.1f} synchronously"
+    assert f"are {figures}, {row['peer']:.1f} with TRL." in readme
 
 
 TITLES = {
     "all weights": "All weights",
-    "LoRA": "LoRA",
     "all weights, rewards of 1 s (one seed)": "All weights, rewards of 1 s",
     "pure compute: a small model, cheap rewards": "Pure compute",
 }
@@ -146,6 +144,7 @@ def test_the_readme_has_the_ranges_over_all_scores(thresholds):
     for title, (trl, *synchronous) in thresholds.comparisons().items():
         against_trl = "; ".join(filter(None, (trl.range, trl.missed)))
         found[title] = (against_trl, synchronous[0].range if synchronous else "")
+    del found["LoRA"]  # docs/performance.md says why
     text = (BENCHMARKS.parent / "README.md").read_text()
     table = text.partition("| | TRL / asynchronous | synchronous / asynchronous |")[2]
     rows = [row.split("|") for row in table.partition("\n\n")[0].splitlines()[2:]]
@@ -175,7 +174,9 @@ def test_times_to_a_score_are_medians_of_first_crossings(thresholds):
     assert points[1] == pytest.approx((10.0, 3 * (20 + 10 * 11 / 20)))
     assert points[2] == (pytest.approx(30.0), float("inf"))
     assert compared.range == "3.3 to 7.7 times at any score from .30 to .40"
-    assert compared.missed == "never reached by TRL: .50"
+    assert compared.missed == "not reached by TRL in the time of its runs: .50"
+    runs[2]["curve"][-1]["seconds"] = 20  # it might have been faster than the median, 30
+    assert thresholds.time_to(0.5, runs) == float("inf")
 
 
 @pytest.mark.slow

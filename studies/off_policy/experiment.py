@@ -5,8 +5,10 @@ Stages:
 1. rates: learning rates for each objective under each condition, with seeds of their own, at full
    length. Where the best one is at the edge of those tried, the next one is tried too, at most
    `wider` times.
-2. schedules: the best two rates of each again, with linear decay.
-3. table: the best rate and schedule of each, with other seeds.
+2. schedules: the best two rates of each again, with linear decay. Here, too, a best one at the edge
+   of those tried is followed by the next: with decay, higher rates are best.
+3. table: the best rate and schedule of each, with other seeds, and prompts that the search has not
+   seen.
 
 The score of a run is the mean of its last three evaluations; a run that failed has 0. The rows of
 an objective under a condition are written to rows/NAME.json as soon as its runs have ended, and are
@@ -19,6 +21,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -77,6 +80,8 @@ class Experiment:
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
     schedules: bool = True
     wider: int = 2
+    new_prompts: bool = False
+    """Whether each run of the table draws its own prompts, by its seed (`task.seed`)."""
     given: Settings | None = None
     """More settings that all runs share."""
     details: Sequence[str] = ("ess", "drop")
@@ -91,27 +96,28 @@ class Experiment:
 
     def carry_out(self) -> None:
         """Run what the rows lack of all stages."""
-        tried = self.search()
+        rates = [Setting(*cell, rate) for cell in self.cells() for rate in self.rates]
+        tried = self.search("rates", rates)
         if self.schedules:
             second = [
                 replace(setting, schedule="linear")
                 for cell in self.cells()
                 for setting in self.ranked(tried, *cell)[:2]
             ]
-            tried += self.run("schedules", second, self.search_seeds)
+            tried += self.search("schedules", second)
         best = [self.ranked(tried, *cell)[0] for cell in self.cells()]
         self.run("table", best, self.seeds)
 
-    def search(self) -> list[Row]:
-        """Run the first stage, and return its rows."""
-        settings = [Setting(*cell, rate) for cell in self.cells() for rate in self.rates]
-        rows = self.run("rates", settings, self.search_seeds)
+    def search(self, stage: str, settings: Sequence[Setting]) -> list[Row]:
+        """Run settings in a stage, and what is beyond the edge; return the rows."""
+        tried = list(settings)
+        rows = self.run(stage, tried, self.search_seeds)
         for _ in range(self.wider):
             further = self.beyond(rows)
             if not further:
                 break
-            settings += further
-            rows = self.run("rates", settings, self.search_seeds)
+            tried += further
+            rows = self.run(stage, tried, self.search_seeds)
         for setting in self.beyond(rows):
             print(f"{setting.label}: the best rate is still at the edge of those tried")
         return rows
@@ -143,20 +149,20 @@ class Experiment:
         status = sweep(path)
         if status:
             raise SystemExit(status)
-        by_label = {setting.label: setting for setting in settings}
+        runs = {label_of(setting, seed): (setting, seed) for setting in settings for seed in seeds}
         return [
-            self.row(folder, result, stage, by_label[result["axes"]["variant"]])
+            self.row(folder, result, stage, *runs[result["axes"]["variant"]])
             for result in write_results(folder).to_dict("records")
         ]
 
-    def row(self, folder: Path, result: Row, stage: str, setting: Setting) -> Row:
+    def row(self, folder: Path, result: Row, stage: str, setting: Setting, seed: int) -> Row:
         """Return the row of a run, from its result in a study."""
         by_step = curve(read_metrics(folder / result["folder"]), result["metric"])["score"]
         ended = result["status"] == "finished"
         return {
             "stage": stage,
             **asdict(setting),
-            "seed": int(result["axes"]["run.seed"]),
+            "seed": seed,
             **{name: result.get(name) for name in (*KEPT, *self.details)},
             "score": float(by_step.tail(EVALUATIONS).mean()) if ended else 0.0,
             "drop": result["drop"] if ended else None,
@@ -170,11 +176,12 @@ class Experiment:
         """Return settings as a study, in TOML."""
         lines = ["[study]", f'folder = "{folder}"', f"parallel = {PARALLEL}"]
         lines += ["keep_checkpoints = false", f'base = "{HERE / self.base}"', ""]
-        lines += ["[[grid]]", f'name = "{stage}"', f'"run.seed" = {json.dumps(list(seeds))}']
-        lines += ["variants = ["]
-        for setting in settings:
+        lines += ["[[grid]]", f'name = "{stage}"', "variants = ["]
+        for setting, seed in product(settings, seeds):
             given = {
-                "label": setting.label,
+                "label": label_of(setting, seed),
+                "run.seed": seed,
+                **({"task.seed": seed} if stage == "table" and self.new_prompts else {}),
                 **(self.given or {}),
                 **self.objectives[setting.objective],
                 **self.conditions[setting.condition],
@@ -228,11 +235,11 @@ class Experiment:
         known = self.known()
         for objective, condition in self.cells():
             own = [r for r in known if (r["objective"], r["condition"]) == (objective, condition)]
-            rows = [row for row in own if row["stage"] == "table"]
-            if own and not rows:
-                best = key_of(asdict(self.ranked(own, objective, condition)[0]))
-                rows = [row for row in own if key_of(row) == best]
-            yield objective, condition, rows
+            tried = [row for row in own if row["stage"] != "table"]
+            if tried:
+                best = key_of(asdict(self.ranked(tried, objective, condition)[0]))
+                own = [row for row in own if key_of(row) == best]
+            yield objective, condition, [row for row in own if row["stage"] == "table"] or own
 
     def table(self) -> str:
         """Return objective x condition; one sentence before the first run."""
@@ -265,7 +272,8 @@ class Experiment:
         rates = number * len(self.rates) * len(self.search_seeds)
         schedules = number * 2 * len(self.search_seeds) if self.schedules else 0
         total = rates + schedules + number * len(self.seeds)
-        most = total + number * self.wider * len(self.search_seeds)
+        widened = self.wider * (1 + self.schedules)
+        most = total + number * widened * len(self.search_seeds)
         hours, longest = (runs * self.seconds / CORES / 3600 for runs in (total, most))
         return (
             f"{self.name}: {rates} runs for rates, {schedules} for schedules,"
@@ -273,6 +281,10 @@ class Experiment:
             f" two cores; {most} runs and {longest:.1f} hours if every grid is widened"
             f" {self.wider} times"
         )
+
+
+def label_of(setting: Setting, seed: int) -> str:
+    return f"{setting.label}, seed {seed}"
 
 
 def key_of(row: Row) -> tuple[Any, ...]:

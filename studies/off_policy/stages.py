@@ -34,6 +34,8 @@ LAGS = Experiment(
     objectives=OBJECTIVES,
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16, 64, 256)},
     seconds=14,
+    new_prompts=True,
+    wider=3,
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +38,7 @@ def setting(objective: str, condition: int, rate: float, schedule: str = "consta
 
 def row(objective: str, condition: int, rate: float, score: float, **others: Any) -> dict[str, Any]:
     cell = {"objective": objective, "condition": condition, "rate": rate, "schedule": "constant"}
-    return {"stage": "rates", **cell, "seed": 0, "score": score, **others}
+    return {"stage": "rates", **cell, "seed": 0, "score": score} | others
 
 
 SHORT = ("lags", "replay", "quantised", "others", "alpha", "wrong_rewards", "selection")
@@ -56,12 +57,26 @@ def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_pat
     study = read_study(file)
     assert len(study.trials) == len(settings) * len(experiment.search_seeds)
     assert f": {len(study.trials)} runs for rates" in experiment.count()
-    assert {trial.axes["variant"] for trial in study.trials} == {s.label for s in settings}
+    labels = {trial.axes["variant"] for trial in study.trials}
+    assert labels == {f"{s.label}, seed {n}" for s in settings for n in experiment.search_seeds}
     for trial in study.trials[::11]:
         config = study.config(trial)
         resolve_all(config).objective.at(0)
-        found = f", {config.trainer.learning_rate:g}, constant"
+        found = f", {config.trainer.learning_rate:g}, constant, seed {config.run.seed}"
         assert str(trial.axes["variant"]).endswith(found)
+
+
+def test_the_table_is_of_other_prompts_than_the_search(experiments, tmp_path):
+    lags = experiments["lags"]
+    one = [setting("tb", 4, 1e-5)]
+    for stage in ("rates", "table"):
+        file = tmp_path / f"{stage}.toml"
+        file.write_text(lags.text(stage, tmp_path, one, (3, 5)))
+        study = read_study(file)
+        configs = [study.config(trial) for trial in study.trials]
+        assert [c.run.seed for c in configs] == [3, 5]
+        seeds = [c.task.options.get("seed", 0) for c in configs]
+        assert seeds == ([3, 5] if stage == "table" else [0, 0])
 
 
 def test_the_study_has_ten_objectives_at_five_lags_and_five_rates(experiments):
@@ -118,6 +133,25 @@ def test_a_best_rate_at_the_edge_widens_the_grid(small):
         rows += [row(objective, 0, rate, float(rate == best)) for rate in one.rates]
     found = [(s.objective, s.rate, s.schedule) for s in one.beyond(rows)]
     assert found == [("tb", 1e-6, "constant"), ("rloo", 1e-3, "constant")]
+
+
+def test_decay_is_tried_at_higher_rates_until_it_is_no_longer_better(small, monkeypatch):
+    """Constant rates are best at 3e-5, and falling ones at 3e-4."""
+    one = replace(small, objectives={"tb": {}}, conditions={0: {}})
+    asked = {}
+
+    def run(
+        self: Any, stage: str, settings: Sequence[Any], seeds: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        asked[stage] = [s.rate for s in settings]
+        best = 3e-5 if stage == "rates" else 3e-4
+        of = [(s, (s.rate == 3e-4) - abs(np.log(s.rate / best))) for s in settings]
+        return [row("tb", 0, s.rate, score, schedule=s.schedule) for s, score in of]
+
+    monkeypatch.setattr(type(one), "run", run)
+    one.carry_out()
+    assert asked["schedules"] == [3e-5, 1e-5, 1e-4, 3e-4, 1e-3]
+    assert asked["table"] == [3e-4]
 
 
 def test_the_table_has_each_objective_under_each_condition(small, monkeypatch, tmp_path):
