@@ -8,11 +8,12 @@
 `working` asks whether answers of 40 tokens age faster than those of `make study`, which have 5.
 `replay` asks what training on each response 1, 2, 4 and 8 times buys, per response generated and
 per FLOP of generation and training. `quantised` samples from weights of 8 to 2 bits, without any
-correction but the objective's own. `others` has the objectives that `make study` has no time for,
-and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether replay by reward
-amplifies errors of the reward, and `selection` whether prompts of predicted difficulty are learned
-faster. `real` needs a model and data, BENCH_MODEL and BENCH_DATA as docs/performance.md says, and
-is skipped without them. experiment.py says how each is run.
+correction but the objective's own. `steps` asks whether small rates need more steps only, and
+`constants` what the table owes to betas and weights. `others` has the objectives that `make study`
+has no time for, and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether
+replay by reward amplifies errors of the reward, and `selection` whether prompts of predicted
+difficulty are learned faster. `real` needs a model and data, BENCH_MODEL and BENCH_DATA as
+docs/performance.md says, and is skipped without them. experiment.py says how each is run.
 """
 
 from __future__ import annotations
@@ -80,6 +81,38 @@ QUANTISED = brief(
     },
     seconds=20,
 )
+STEPS = brief(
+    name="steps",
+    condition="lag",
+    objectives=some("tb", "tb tapered", "rloo", "oapl"),
+    conditions={lag: {"runtime.lag": lag} for lag in (16, 64)},
+    seconds=60,
+    rates=(3e-6, 1e-5, 3e-5),
+    given={"run.steps": 1000, "eval.every": 100},
+)
+"""Small rates with five times as many steps."""
+CONSTANTS = brief(
+    name="constants",
+    condition="lag",
+    objectives={
+        "tb tapered": OBJECTIVES["tb tapered"],
+        "tb tapered, beta 0.3": {**OBJECTIVES["tb tapered"], "objective.beta": 0.3},
+        "tb tapered, beta 0.01": {**OBJECTIVES["tb tapered"], "objective.beta": 0.01},
+        "tb tapered, beta 0.001": {**OBJECTIVES["tb tapered"], "objective.beta": 0.001},
+        "tb, importance cap 1": {"objective.use": "tb", "objective.importance_cap": 1.0}
+        | {"objective.beta": 0.1},
+        "tba_prime, beta 0.005": {"objective.use": "tba_prime", "objective.beta": 0.005},
+        "rloo, token weights": {**OBJECTIVES["rloo"], "objective.importance": "token"},
+        "rloo, sequence weights": {**OBJECTIVES["rloo"], "objective.importance": "sequence"},
+        "dr_grpo, beta 0.04": {**OBJECTIVES["dr_grpo"], "objective.beta": 0.04},
+        "oapl, beta 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1},
+        "oapl, beta and V's 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1}
+        | {"objective.value_beta": 0.1},
+    },
+    conditions={lag: {"runtime.lag": lag} for lag in (16, 64)},
+    seconds=14,
+)
+"""What the table owes to its constants: the pull to the reference, and the weights."""
 OTHERS = brief(
     name="others",
     condition="lag",
@@ -166,7 +199,19 @@ SELECTION = Experiment(
 )
 """Each sum is used about six times."""
 EXPERIMENTS = {
-    e.name: e for e in (WORKING, REPLAY, QUANTISED, OTHERS, ALPHA, WRONG_REWARDS, SELECTION, REAL)
+    e.name: e
+    for e in (
+        WORKING,
+        REPLAY,
+        QUANTISED,
+        REAL,
+        STEPS,
+        CONSTANTS,
+        OTHERS,
+        ALPHA,
+        WRONG_REWARDS,
+        SELECTION,
+    )
 }
 
 
@@ -207,12 +252,13 @@ def curves(rows: list[Row], updates: int, reference: bool) -> list[tuple[float, 
 def responses_to(score: float, objective: str, updates: int) -> float | None:
     """Return the responses generated until the mean curve at some rate has a score; None if never.
 
-    It is the best of all rates that were tried: what is best at the end is not the fastest.
+    It is the best of all rates of the search: what is best at the end is not the fastest.
     """
-    settings: dict[tuple[str, float], list[Row]] = {}
+    settings: dict[float, list[Row]] = {}
     for row in REPLAY.known():
-        if (row["objective"], row["condition"]) == (objective, updates):
-            settings.setdefault((row["stage"], row["rate"]), []).append(row)
+        of = (row["objective"], row["condition"], row["stage"])
+        if of == (objective, updates, "rates"):
+            settings.setdefault(row["rate"], []).append(row)
     reached = []
     for rows in settings.values():
         points = [(generated, value) for generated, _, value in curves(rows, updates, True)]
@@ -269,7 +315,7 @@ def draw_replay() -> None:
     )
     for objective, updates, rows in REPLAY.final():
         column = axes[:, names.index(objective)]
-        points = curves(rows, updates, reference=objective not in ("dr_grpo", "cispo"))
+        points = curves(rows, updates, reference=objective not in ("dr_grpo", "cispo", "oapl"))
         generated, spent, scores = zip(*points, strict=True)
         for axis, values in zip(column, (generated, spent), strict=True):
             axis.plot(values, scores, marker=".", label=f"{updates}")

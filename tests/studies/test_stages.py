@@ -41,7 +41,7 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score} | others
 
 
-SHORT = ("lags", "replay", "quantised", "others", "alpha", "wrong_rewards", "selection")
+SHORT = ("lags", "replay", "quantised", "others", "alpha", "wrong_rewards", "selection", "steps", "constants")
 
 
 @pytest.mark.parametrize("name", [*SHORT, "working", "real"])
