@@ -254,7 +254,7 @@ class Experiment:
         return "\n".join(lines)
 
     def cell(self, own: Sequence[Row]) -> str:
-        """Return mean ± standard error over seeds in %, rate, schedule and details."""
+        """Return mean ± standard error over seeds in %, rate, schedule, details, last score."""
         if not own:
             return "not run"
         scores = [100 * row["score"] for row in own]
@@ -264,6 +264,8 @@ class Experiment:
         for name in self.details:
             known = [row[name] for row in own if row.get(name) is not None]
             details += [f"{name} {fmean(known):.2f}"] if known else []
+        ends = [max(row["curve"].items(), key=lambda point: int(point[0]))[1] for row in own]
+        details.append(f"last {100 * fmean(ends):.1f}")
         return f"{fmean(scores):.1f}{error}{mark}<br><small>{', '.join(details)}</small>"
 
     def count(self) -> str:

@@ -108,11 +108,19 @@ CONSTANTS = brief(
         "oapl, beta 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1},
         "oapl, beta and V's 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1}
         | {"objective.value_beta": 0.1},
+        **{
+            f"{name}, warm-up 40": {**OBJECTIVES[name], "trainer.warmup_steps": 40}
+            for name in ("tb tapered", "tba_prime", "cispo", "m2po")
+        },
+        **{
+            f"{name}, not clipped": {**OBJECTIVES[name], "trainer.max_grad_norm": 1e9}
+            for name in ("tb", "tb tapered", "tba_prime", "cispo")
+        },
     },
     conditions={lag: {"runtime.lag": lag} for lag in (16, 64)},
     seconds=14,
 )
-"""What the table owes to its constants: the pull to the reference, and the weights."""
+"""What the table owes to its constants: the pull to the reference, weights, warm-up, clipping."""
 OTHERS = brief(
     name="others",
     condition="lag",
@@ -154,7 +162,7 @@ REAL = Experiment(
     base="real.toml",
     objectives=some("tb tapered", "dr_grpo", "cispo", "oapl"),
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16)},
-    seconds=400,
+    seconds=200,
     rates=MIDDLE,
     search_seeds=(0, 1),
     seeds=(2, 3),

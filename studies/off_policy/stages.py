@@ -40,7 +40,10 @@ LAGS = Experiment(
 
 
 def draw(lags: Experiment) -> None:
-    """Draw score against lag, each at its best rate, and score against rate at each lag."""
+    """Draw score against lag, each at its best rate, and score against rate at each lag.
+
+    Rates that fall to 0 are dotted.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,12 +65,14 @@ def draw(lags: Experiment) -> None:
     figure, axes = pyplot.subplots(
         1, len(conditions), figsize=(3 * len(conditions), 3.4), sharey=True, layout="constrained"
     )
-    rates = [row for row in lags.known() if row["stage"] == "rates"]
+    tried = [row for row in lags.known() if row["stage"] != "table"]
     for axis, lag in zip(axes, conditions, strict=True):
         for objective, color in colors.items():
-            found = lags.means(rates, objective, lag)
-            points = sorted((rate, score) for (rate, _), score in found.items())
-            axis.plot(*zip(*points, strict=True), marker=".", color=color, label=objective)
+            found = lags.means(tried, objective, lag)
+            for schedule, style in (("constant", "-"), ("linear", ":")):
+                points = sorted((r, score) for (r, s), score in found.items() if s == schedule)
+                label = objective if schedule == "constant" else None
+                axis.plot(*zip(*points, strict=True), style, marker=".", color=color, label=label)
         axis.set(xscale="log", xlabel="learning rate", title=f"lag {lag}")
     axes[0].set_ylabel("sampled pass@1")
     axes[0].legend(fontsize=7)

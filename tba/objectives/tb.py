@@ -36,7 +36,7 @@ class TrajectoryBalance(Objective):
     above 0) have weight min(pi / mu, 1). The optimum is the same, and so is the loss on policy.
     Without it, as in the paper, responses that have become unlikely since they were sampled are
     pushed down as hard as others, and training at a high learning rate oscillates even at a lag of
-    3 (docs/results.md). Since any weights above 0 have this optimum, mu need not be exact.
+    4 (docs/results.md). Since any weights above 0 have this optimum, mu need not be exact.
 
     With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
     corrects for lag. Trajectory balance does not need it; it is there for comparison.

@@ -38,10 +38,21 @@ def setting(objective: str, condition: int, rate: float, schedule: str = "consta
 
 def row(objective: str, condition: int, rate: float, score: float, **others: Any) -> dict[str, Any]:
     cell = {"objective": objective, "condition": condition, "rate": rate, "schedule": "constant"}
-    return {"stage": "rates", **cell, "seed": 0, "score": score} | others
+    curve = {"0": 0.25, "100": 0.875, "25": 0.5}
+    return {"stage": "rates", **cell, "seed": 0, "score": score, "curve": curve} | others
 
 
-SHORT = ("lags", "replay", "quantised", "others", "alpha", "wrong_rewards", "selection", "steps", "constants")
+SHORT = (
+    "lags",
+    "replay",
+    "quantised",
+    "others",
+    "alpha",
+    "wrong_rewards",
+    "selection",
+    "steps",
+    "constants",
+)
 
 
 @pytest.mark.parametrize("name", [*SHORT, "working", "real"])
@@ -161,7 +172,9 @@ def test_the_table_has_each_objective_under_each_condition(small, monkeypatch, t
     small.keep([row(*c, 1e-5, 0.5 + n / 100, seed=n, **given) for c in cells for n in range(5)])
     lines = small.table().splitlines()
     assert lines[0] == "| objective | lag 0 | lag 4 |"
-    assert lines[2].startswith("| tb | 52.0 ± 0.7<br><small>1e-05 constant, ess 0.25</small> |")
+    assert lines[2].startswith(
+        "| tb | 52.0 ± 0.7<br><small>1e-05 constant, ess 0.25, last 87.5</small> |"
+    )
     assert lines[4].endswith("| not run |")
 
 
@@ -172,7 +185,10 @@ def test_a_cell_of_the_table_that_has_not_run_shows_the_best_of_the_search(
     assert small.table() == "Not run yet: `make study-long`."
     scores = {1e-5: (0.5, 0.7), 3e-5: (0.4, 0.6)}
     small.keep([row("tb", 0, r, s, seed=i) for r in scores for i, s in enumerate(scores[r])])
-    assert "| tb | 60.0 ± 10.0 †<br><small>1e-05 constant</small> | not run |" in small.table()
+    assert (
+        "| tb | 60.0 ± 10.0 †<br><small>1e-05 constant, last 87.5</small> | not run |"
+        in small.table()
+    )
 
 
 def test_written_working_is_right_if_its_last_part_is():
