@@ -5,8 +5,9 @@
 writes the section of benchmarks/README.md and the figure again, from the runs that are kept, and
 prints the ranges that README.md quotes. A time is that of the first crossing, linear between
 evaluations, and the median over seeds. A side has no time to a score if its median run stays below
-it, or if another run ended below it sooner: that run might have been faster. One score says little, because scores swing by their standard
-error: ranges are over all scores that both sides reach, the smallest ratio first.
+it, or if another run ended below it sooner: that run might have been faster. One score says little,
+because scores swing by their standard error: ranges are over all scores that both sides reach, the
+smallest ratio first.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Task:
+class SearcherTask:
     """Call to a searcher that has not returned."""
 
     kind: Kind
@@ -72,7 +72,7 @@ class Task:
     began: float | None = None  # when it could begin and its deadline started
     order: int = field(default_factory=count().__next__)  # of all calls, as they were made
 
-    def is_like(self, other: "Task") -> bool:
+    def is_like(self, other: "SearcherTask") -> bool:
         """Return whether a searcher may work on both at once."""
         return (self.kind, self.reference) == (other.kind, other.reference)
 
@@ -84,14 +84,14 @@ class Handle:
     slot: Slot
     actor: Any
     version: int  # version of the newest weights that it was sent
-    tasks: list[Task]  # calls that have not returned, in the order in which it begins them
+    tasks: list[SearcherTask]  # calls that have not returned, in the order in which it begins them
     calls: Calls  # that start them
     sent: float = -inf
     """Time of the last publication to it."""
     machine: str | None = None
     """Ray's id of its machine, when it is known."""
 
-    def work(self) -> list[Task]:
+    def work(self) -> list[SearcherTask]:
         """Return all tasks but a publication, which arrives beside them."""
         return [task for task in self.tasks if task.kind != "publish"]
 
@@ -118,18 +118,20 @@ class Handle:
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> None:
         ref = self._call(SEARCH, self.actor.search, prompts, seed, weights, reference)
-        self.tasks.append(Task("search", ref, tuple(prompts), weights=weights, reference=reference))
+        self.tasks.append(
+            SearcherTask("search", ref, tuple(prompts), weights=weights, reference=reference)
+        )
 
     def evaluate(self, piece: Piece, reference: Sent | None) -> None:
         weights = piece.evaluation.weights
         ref = self._call(SEARCH, self.actor.evaluate, piece.number, weights, reference)
-        self.tasks.append(Task("evaluate", ref, piece=piece, reference=reference))
+        self.tasks.append(SearcherTask("evaluate", ref, piece=piece, reference=reference))
 
     def publish(self, weights: Sent, published: float) -> None:
         self.version = weights.version
         self.sent = time.monotonic()
         ref = self._call(CONTROL, self.actor.publish, weights)
-        self.tasks.append(Task("publish", ref, weights=weights, published=published))
+        self.tasks.append(SearcherTask("publish", ref, weights=weights, published=published))
 
     def _call(self, group: str, method: Any, *arguments: Any) -> Any:
         """Start a call in the searcher's process, and return Ray's reference to its result."""
@@ -200,7 +202,7 @@ class Pool:
         newest = self.newest
         actor, ref = self._calls("start a searcher", self._begin, slot, newest)
         version = 0 if newest is None else newest.version
-        tasks = [Task("start", ref, weights=newest)]
+        tasks = [SearcherTask("start", ref, weights=newest)]
         self.handles.append(Handle(slot, actor, version, tasks, self._calls))
 
     def replace(self, handle: Handle) -> None:
@@ -260,7 +262,7 @@ class Pool:
     def least_busy_first(self) -> list[Handle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))
 
-    def tasks(self) -> dict[Any, tuple[Handle, Task]]:
+    def tasks(self) -> dict[Any, tuple[Handle, SearcherTask]]:
         """Return all open calls by their Ray reference, and start the deadlines that are due."""
         for handle in self.handles:
             handle.begin(self._settings.concurrent_searches)

@@ -45,7 +45,17 @@ from tba.runtime import RejectionMonitor, SearchJob
 from tba.runtime.actor import SearcherActor, UnseenError
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
 from tba.runtime.deadline import NoAnswerError, search_errors
-from tba.runtime.pool import CONTROL, POLL, SEARCH, Evaluations, Handle, Pool, Task, ended, received
+from tba.runtime.pool import (
+    CONTROL,
+    POLL,
+    SEARCH,
+    Evaluations,
+    Handle,
+    Pool,
+    SearcherTask,
+    ended,
+    received,
+)
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.search.searcher import LogpGapError
@@ -284,7 +294,7 @@ class RaySearchers:
         share = -(-self._requested // len(self._pool.handles))
         return max(0, min(most, share, self._requested - self._arrived() - asked))
 
-    def _receive(self, handle: Handle, task: Task) -> None:
+    def _receive(self, handle: Handle, task: SearcherTask) -> None:
         try:
             result = self._calls("return a result", received, task.ref)
         except LogpGapError as error:

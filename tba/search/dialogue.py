@@ -14,7 +14,7 @@ from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.search.chat import Call, Chat, chat_of
-from tba.search.result import Responses, Result
+from tba.search.result import Responses, ToolResult
 from tba.search.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
 from tba.tasks import Tools, whole, within
@@ -79,7 +79,7 @@ class Dialogues:
         everyone = list(chain(*groups))
         tokens = [group[0].prompt for group in groups]
         self._go_on(everyone, sampling, seed, turn=0)
-        results: list[Result] = []
+        results: list[ToolResult] = []
         for turn in range(1, self.tools.max_turns + 1):
             waiting = [d for d in everyone if d.calls]
             results += self._call_tools(waiting, sampling.max_tokens)
@@ -123,7 +123,7 @@ class Dialogues:
         dialogue.calls = calls if goes_on else []
         dialogue.reply = NO_TOKENS
 
-    def _call_tools(self, waiting: Sequence[_Dialogue], max_tokens: int) -> list[Result]:
+    def _call_tools(self, waiting: Sequence[_Dialogue], max_tokens: int) -> list[ToolResult]:
         """Carry out the calls of the newest turns, and return their results."""
         results = []
         deadline = self.tools.deadline
@@ -135,7 +135,7 @@ class Dialogues:
             for d, result in zip(calling, within(deadline, calls), strict=True):
                 if result is None:
                     d.hangs = True
-                    result = Result(f"Error: no result within {deadline:g} s", failed=True)
+                    result = ToolResult(f"Error: no result within {deadline:g} s", failed=True)
                 results.append(result)
                 name = whole(d.calls[number].name)
                 d.messages.append({"role": "tool", "name": name, "content": result.content})
@@ -146,7 +146,7 @@ class Dialogues:
             d.calls = []
         return results
 
-    def _result(self, dialogue: _Dialogue, call: Call, limit: int) -> Result:
+    def _result(self, dialogue: _Dialogue, call: Call, limit: int) -> ToolResult:
         """Return the result of a call, of which at most so many characters are read."""
         failed = False
         try:
@@ -157,7 +157,7 @@ class Dialogues:
         cut = len(text) > limit
         if cut:
             text = f"{text[:limit]}\n[cut: {limit:,} of {len(text):,} characters]"
-        return Result(whole(text), failed, cut)
+        return ToolResult(whole(text), failed, cut)
 
     def _called(self, dialogue: _Dialogue, call: Call) -> str:
         """Return the result of a call as text. May raise anything."""

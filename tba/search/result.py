@@ -117,7 +117,7 @@ class SearchStats:
 
 
 @dataclass(frozen=True)
-class Result:
+class ToolResult:
     """Result of a call as the policy reads it, which may be an error, and may have been cut."""
 
     content: str
@@ -133,7 +133,7 @@ class Responses:
     completions: Sequence[Sequence[Completion]]
     answers: Sequence[Sequence[Answer | Verdict]]
     """What scores them, or a verdict, such as that an environment could not be reset."""
-    results: Sequence[Result] = ()
+    results: Sequence[ToolResult] = ()
     """Results of the tools' calls."""
     rewards: Sequence[Sequence[Verdict]] | None = None
     """Rewards that a program returned, to which the task's functions add theirs."""

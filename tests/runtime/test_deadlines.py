@@ -6,19 +6,19 @@ from typing import Any
 from tba.prompt import Prompt
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
-from tba.runtime.pool import PUBLICATIONS, Handle, Kind, Task
+from tba.runtime.pool import PUBLICATIONS, Handle, Kind, SearcherTask
 from tba.weights import Sent
 
 
-def handle(*tasks: Task) -> Handle:
+def handle(*tasks: SearcherTask) -> Handle:
     return Handle(Place("cpu"), None, 0, list(tasks), Calls(1.0))
 
 
-def task(kind: Kind, name: Any, reference: Sent | None = None) -> Task:
-    return Task(kind, name, (Prompt("id", "?"),), reference=reference)
+def task(kind: Kind, name: Any, reference: Sent | None = None) -> SearcherTask:
+    return SearcherTask(kind, name, (Prompt("id", "?"),), reference=reference)
 
 
-def in_turn(*tasks: Task, concurrent: int = 2) -> list[list[Any]]:
+def in_turn(*tasks: SearcherTask, concurrent: int = 2) -> list[list[Any]]:
     """Return the tasks that have begun before the first one ends, the next one, and so on."""
     one = handle(*tasks)
     begun = []
