@@ -238,16 +238,16 @@ def real() -> Experiment | None:
 
 
 def flops(generated: float, trained: float, reference: bool) -> float:
-    """Return the FLOPs of so many responses generated and trained on, counted once per use.
+    """Return the TFLOP of so many responses generated and trained on, counted once per use.
 
     2 per parameter and token to generate, as many for the reference's log-probs, and 6 to train.
     """
     each = 2 * PARAMETERS * (PROMPT + ANSWER)
-    return each * ((1 + reference) * generated + 3 * trained)
+    return each * ((1 + reference) * generated + 3 * trained) / 1e12
 
 
 def curves(rows: list[Row], updates: int, reference: bool) -> list[tuple[float, float, float]]:
-    """Return responses generated, FLOPs and the mean score at each evaluation of a cell."""
+    """Return responses generated, TFLOP and the mean score at each evaluation of a cell."""
     points = []
     for step in rows[0]["curve"]:
         trained = 64.0 * int(step)
@@ -324,11 +324,11 @@ def draw_replay() -> None:
     for objective, updates, rows in REPLAY.final():
         column = axes[:, names.index(objective)]
         points = curves(rows, updates, reference=objective not in ("dr_grpo", "cispo", "oapl"))
-        generated, spent, scores = zip(*points, strict=True)
+        generated, spent, scores = zip(*points[1:], strict=True)
         for axis, values in zip(column, (generated, spent), strict=True):
             axis.plot(values, scores, marker=".", label=f"{updates}")
-        column[0].set(title=objective, xlabel="responses generated", xscale="symlog")
-        column[1].set(xlabel="FLOPs of generation and training")
+        column[0].set(title=objective, xlabel="responses generated", xscale="log")
+        column[1].set(xlabel="TFLOP of generation and training")
     axes[0][0].legend(title="updates per response", fontsize=8)
     axes[0][0].set_ylabel("sampled pass@1")
     figure.savefig(DOCS / "replay_per_compute.png", dpi=130)
