@@ -140,8 +140,9 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     ends = {name: lags.cell(rows).split()[0] for name, lag, rows in lags.final() if lag == 64}
     _, _, stale = (ROOT / "README.md").read_text().partition("**Stale data.**")
     quoted = re.findall(r"\d\d\.\d", stale.partition("\n\n")[0])
-    named = ("tb tapered", "tba_prime", "dr_grpo", "grpo", "ppo", "tb")
-    assert quoted == [ends[name] for name in named]
+    named = ["tb tapered", "tba_prime", "m2po", "dr_grpo", "cispo", "grpo", "oapl", "rloo", "ppo"]
+    assert quoted == [ends[name] for name in [*named, "tb"]]
+    assert ends.keys() == {*named, "tb"}
 
 
 def test_the_site_is_built(tmp_path):
