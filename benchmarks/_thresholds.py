@@ -112,7 +112,7 @@ class Comparison:
 def time_to(score: float, runs: Sequence[Run]) -> float:
     """Return the median seconds to a score; inf if it is not known."""
     times = [time_to_goal(run, score) for run in runs]
-    ends = [run["curve"][-1]["seconds"] for run in runs if time_to_goal(run, score) == inf]
+    ends = [r["curve"][-1]["seconds"] for r, time in zip(runs, times, strict=True) if time == inf]
     typical = median(times)
     return typical if typical <= min(ends, default=inf) else inf
 

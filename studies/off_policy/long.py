@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -99,15 +100,21 @@ CONSTANTS = brief(
         "tb tapered, beta 0.3": {**OBJECTIVES["tb tapered"], "objective.beta": 0.3},
         "tb tapered, beta 0.01": {**OBJECTIVES["tb tapered"], "objective.beta": 0.01},
         "tb tapered, beta 0.001": {**OBJECTIVES["tb tapered"], "objective.beta": 0.001},
-        "tb, importance cap 1": {"objective.use": "tb", "objective.importance_cap": 1.0}
-        | {"objective.beta": 0.1},
+        "tb, importance cap 1": {
+            "objective.use": "tb",
+            "objective.beta": 0.1,
+            "objective.importance_cap": 1.0,
+        },
         "tba_prime, beta 0.005": {"objective.use": "tba_prime", "objective.beta": 0.005},
         "rloo, token weights": {**OBJECTIVES["rloo"], "objective.importance": "token"},
         "rloo, sequence weights": {**OBJECTIVES["rloo"], "objective.importance": "sequence"},
         "dr_grpo, beta 0.04": {**OBJECTIVES["dr_grpo"], "objective.beta": 0.04},
         "oapl, beta 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1},
-        "oapl, beta and V's 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1}
-        | {"objective.value_beta": 0.1},
+        "oapl, beta and V's 0.1": {
+            **OBJECTIVES["oapl"],
+            "objective.beta": 0.1,
+            "objective.value_beta": 0.1,
+        },
         **{
             f"{name}, warm-up 40": {**OBJECTIVES[name], "trainer.warmup_steps": 40}
             for name in ("tb tapered", "tba_prime", "cispo", "m2po")
@@ -237,7 +244,7 @@ def real() -> Experiment | None:
     return replace(REAL, given=given)
 
 
-def flops(generated: float, trained: float, reference: bool) -> float:
+def tflop(generated: float, trained: float, reference: bool) -> float:
     """Return the TFLOP of so many responses generated and trained on, counted once per use.
 
     2 per parameter and token to generate, as many for the reference's log-probs, and 6 to train.
@@ -246,30 +253,28 @@ def flops(generated: float, trained: float, reference: bool) -> float:
     return each * ((1 + reference) * generated + 3 * trained) / 1e12
 
 
-def curves(rows: list[Row], updates: int, reference: bool) -> list[tuple[float, float, float]]:
-    """Return responses generated, TFLOP and the mean score at each evaluation of a cell."""
+def mean_curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return the responses trained on, and the mean score over seeds, at each evaluation."""
     points = []
     for step in rows[0]["curve"]:
-        trained = 64.0 * int(step)
-        generated = trained / updates
         score = fmean(row["curve"].get(step, 0.0) for row in rows)
-        points.append((generated, flops(generated, trained, reference), score))
+        points.append((64.0 * int(step), score))
     return points
 
 
-def responses_to(score: float, objective: str, updates: int) -> float | None:
+def responses_to(score: float, known: Sequence[Row], objective: str, updates: int) -> float | None:
     """Return the responses generated until the mean curve at some rate has a score; None if never.
 
     It is the best of all rates of the search: what is best at the end is not the fastest.
     """
-    settings: dict[float, list[Row]] = {}
-    for row in REPLAY.known():
+    by_rate: dict[float, list[Row]] = {}
+    for row in known:
         of = (row["objective"], row["condition"], row["stage"])
         if of == (objective, updates, "rates"):
-            settings.setdefault(row["rate"], []).append(row)
+            by_rate.setdefault(row["rate"], []).append(row)
     reached = []
-    for rows in settings.values():
-        points = [(generated, value) for generated, _, value in curves(rows, updates, True)]
+    for rows in by_rate.values():
+        points = [(trained / updates, value) for trained, value in mean_curve(rows)]
         for (before, low), (after, high) in pairwise(points):
             if low < score <= high:
                 reached.append(before + (after - before) * (score - low) / (high - low))
@@ -285,21 +290,23 @@ def savings() -> str:
     """
     if not all(rows for _, _, rows in REPLAY.final()):
         return "Not run yet: `make study-long`."
-    more = [n for n in REPLAY.conditions if n != 1]
+    known = REPLAY.known()
+    more = [int(n) for n in REPLAY.conditions if n != 1]
     heads = " | ".join(f"{n} {REPLAY.condition}" for n in more)
     lines = [f"| objective | {heads} |", "| --- |" + " --- |" * len(more)]
     for objective in REPLAY.objectives:
-        lines.append(f"| {objective} | {' | '.join(saving(objective, int(n)) for n in more)} |")
+        cells = " | ".join(saving(known, objective, n) for n in more)
+        lines.append(f"| {objective} | {cells} |")
     return "\n".join(lines)
 
 
-def saving(objective: str, updates: int) -> str:
-    """Return a cell of `savings`."""
+def saving(known: Sequence[Row], objective: str, updates: int) -> str:
+    """Return a cell of `savings`, from all rows."""
     factors = []
     prices = []
     for score in SCORES:
-        without = responses_to(score, objective, 1)
-        fewer = responses_to(score, objective, updates)
+        without = responses_to(score, known, objective, 1)
+        fewer = responses_to(score, known, objective, updates)
         if without is None or fewer is None:
             factors.append("never")
             prices.append("-")
@@ -323,8 +330,10 @@ def draw_replay() -> None:
     )
     for objective, updates, rows in REPLAY.final():
         column = axes[:, names.index(objective)]
-        points = curves(rows, updates, reference=objective not in ("dr_grpo", "cispo", "oapl"))
-        generated, spent, scores = zip(*points[1:], strict=True)
+        has_reference = objective not in ("dr_grpo", "cispo", "oapl")
+        trained, scores = zip(*mean_curve(rows)[1:], strict=True)
+        generated = [responses / int(updates) for responses in trained]
+        spent = [tflop(g, t, has_reference) for g, t in zip(generated, trained, strict=True)]
         for axis, values in zip(column, (generated, spent), strict=True):
             axis.plot(values, scores, marker=".", label=f"{updates}")
         column[0].set(title=objective, xlabel="responses generated", xscale="log")

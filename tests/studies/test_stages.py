@@ -211,7 +211,7 @@ def test_the_model_of_written_working_shows_each_column():
     assert text.startswith("1487+2536=7+6+0=13;8+3+")
 
 
-def test_replay_saves_responses_and_costs_training(experiments, monkeypatch, tmp_path):
+def test_replay_saves_responses_and_costs_training(experiments, monkeypatch):
     """Means over seeds at 64 responses a step; the fastest of the rates that were tried counts."""
     slow = {"0": 0.5, "100": 0.9}
     rows = [
@@ -221,13 +221,11 @@ def test_replay_saves_responses_and_costs_training(experiments, monkeypatch, tmp
         row("tb", 4, 1e-5, 0.9, curve=slow),
         row("tb", 8, 1e-5, 0.7, curve={"0": 0.5, "100": 0.75}),
     ]
-    monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
-    experiments["replay"].keep(rows)
     long = importlib.import_module("long")
     monkeypatch.setattr(long, "SCORES", (0.7, 0.8))
-    assert [long.responses_to(0.7, "tb", n) for n in (1, 4, 8)] == pytest.approx(
+    assert [long.responses_to(0.7, rows, "tb", n) for n in (1, 4, 8)] == pytest.approx(
         [25 * 64, 50 * 64 / 4, 80 * 64 / 8]
     )
     # of 1,600 responses 800 are saved, for as many more to train on: 3,200 instead of 1,600
-    assert long.saving("tb", 4) == "2.0 · 2.0<br><small>price 2.0 · 2.0</small>"
-    assert long.saving("tb", 8) == "2.5 · never<br><small>price 3.7 · -</small>"
+    assert long.saving(rows, "tb", 4) == "2.0 · 2.0<br><small>price 2.0 · 2.0</small>"
+    assert long.saving(rows, "tb", 8) == "2.5 · never<br><small>price 3.7 · -</small>"
