@@ -1,5 +1,6 @@
 """Programs of a user for tests, with the standard library only: each is a `rollout`."""
 
+import asyncio
 import json
 import os
 import sys
@@ -93,6 +94,9 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"temperature": 0.3}, "temperature = 0.3 is not that of the config"),
         ({"tools": [{"type": "file_search"}]}, "a tool is no function"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["x", ""]}, "stop"),
+        ({"min_tokens": 5}, "min_tokens = 5"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
     ]
     for options, why in wrong:
         status, _, message = refusal(base_url, hello, **options)
@@ -101,6 +105,8 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
     assert "no text" in refusal(base_url, [image])[2]
     assert refusal(base_url, [])[0] == 400
     assert refusal(base_url, [{"content": "?"}])[0] == 400
+    odd = {"role": "assistant", "content": "?", "tool_calls": 5}
+    assert "cannot be read" in refusal(base_url, [odd, user("Say")])[2]
     assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"
     assert refusal(base_url.replace("/s/", "/s/x"), hello)[:2] == (410, "session_ended")
     for _ in range(3):
@@ -115,6 +121,22 @@ def forgets(base_url: str, row: dict[str, Any]) -> float:
     second = said(ask(base_url, [user("Say 1"), first, user("more")]))
     ask(base_url, [user("Say 1"), first, user("other")])
     ask(base_url, [user("Short: " + second["content"])])
+    return 1.0
+
+
+def notes(base_url: str, row: dict[str, Any]) -> float:
+    """Go on with a message of the assistant that the policy has not written."""
+    reply = said(ask(base_url, [user("Say 1")])) | {"provider_specific_fields": {}}
+    note = {"role": "assistant", "content": "a note"}
+    ask(base_url, [user("Say 1"), reply, note, user("more")])
+    return 1.0
+
+
+async def blocks(base_url: str, row: dict[str, Any]) -> float:
+    """Block the event loop of the program's process for one row."""
+    if row["prompt"] == "Say 0":
+        time.sleep(3600)
+    await asyncio.to_thread(ask, base_url, [user("Say")])
     return 1.0
 
 

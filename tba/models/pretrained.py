@@ -78,7 +78,7 @@ class Tokenizer:
 
     def check_known(self, tokens: np.ndarray, what: str) -> None:
         """Raise ValueError if the model has no embedding for a token, which `what` has."""
-        worst = int(max(tokens, default=0))
+        worst = int(np.max(tokens, initial=0))
         if worst >= self.vocabulary:
             raise ValueError(
                 f"{what} has the token {self.tokenizer.convert_ids_to_tokens(worst)!r}, number"
@@ -88,7 +88,10 @@ class Tokenizer:
 
     def tokens(self, rendered: str) -> np.ndarray:
         """Return the tokens of a rendered chat, which has its special tokens as text."""
-        return np.asarray(self.tokenizer(rendered, add_special_tokens=False)["input_ids"], np.int32)
+        ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        tokens = np.asarray(ids, np.int32)
+        self.check_known(tokens, "it")
+        return tokens
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """Return a chat as text, as `template.render` does."""
@@ -117,17 +120,20 @@ class Tokenizer:
         return self if tokens is None else replace(self, context=min(tokens, self.context))
 
     def encode_all(
-        self, prompts: Sequence[Prompt], max_tokens: int, encode: Encode
+        self, prompts: Sequence[Prompt], max_tokens: int, encode: Encode, cut: bool = False
     ) -> list[np.ndarray]:
-        """Return the tokens of all prompts of a run, which must leave room for `max_tokens`."""
-        tokens = list(map(encode, prompts))
+        """Return the tokens of all prompts of a run, which must leave room for `max_tokens`.
+
+        Longer ones are `cut` if the policy does not read them as they are.
+        """
+        room = self.context - max_tokens
+        tokens = [ids[: max(1, room)] if cut else ids for ids in map(encode, prompts)]
         lengths = {}
         for prompt, ids in zip(prompts, tokens, strict=True):
             self.check_known(ids, f"prompt {prompt.id!r}")
             lengths[prompt.id] = len(ids)
         if len(lengths) != len(prompts):
             raise ValueError("two prompts have the same id; ids must be unique")
-        room = self.context - max_tokens
         long = {name: length for name, length in lengths.items() if length > room}
         if long:
             worst = max(long, key=long.__getitem__)

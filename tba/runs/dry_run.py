@@ -27,7 +27,7 @@ from tba.search.dialogue import open_all
 from tba.search.scoring import Scoring
 from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected, Verdict
-from tba.tasks import Prepares, Task
+from tba.tasks import Checks, Loads, Task
 from tba.tasks._rendering import Rendering
 from tba.tasks.custom import Custom
 from tba.types import collate_tokens
@@ -109,7 +109,8 @@ def _held(setup: RunSetup) -> list[str]:
         sampling = replace(setup.search_setup().sampling, samples=1)
         prompt = setup.prompts[0]
         responses = searcher.answer("", [prompt], sampling, setup.config.run.seed)
-        ((verdict,),) = responses.rewarded(searcher.scoring([prompt], responses.answers))
+        answers = responses.answers
+        ((verdict,),) = responses.rewarded(searcher.scoring([prompt], answers), answers)
         calls = dict(searcher.agents[""].counts())
     seconds = time.perf_counter() - held
     if isinstance(verdict, Rejected):
@@ -128,7 +129,8 @@ def _loads(task: Task) -> bool:
     loads_own = type(task).load is not Task.load
     parts = [each for _, each in task.dependencies]
     return loads_own or any(
-        _loads(each) if isinstance(each, Task) else isinstance(each, Prepares) for each in parts
+        _loads(each) if isinstance(each, Task) else isinstance(each, Checks | Loads)
+        for each in parts
     )
 
 

@@ -61,7 +61,7 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
             count += 1
             try:
                 name, prompt, completion, reward, times = _read(line, text)
-            except (ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # a row may hold anything
                 broken.append(f"row {number}: {_why(error)}")
                 continue
             key = name, prompt.tobytes()
@@ -169,7 +169,10 @@ def _read(line: str, text: Tokenizer) -> tuple[str, np.ndarray, Completion, floa
     if longest > text.context:
         raise ValueError(f"it has {longest} tokens, and the model's context {text.context}")
     name = str(row["group"]) if "group" in row else hashlib.sha256(begin).hexdigest()[:16]
-    return name, prompt, completion, float(reward), int(row.get("count", 1))
+    times = int(row.get("count", 1))
+    if times < 1:
+        raise ValueError(f"count is {times}; it must be 1 or more")
+    return name, prompt, completion, float(reward), times
 
 
 def _of_messages(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion, bytes]:

@@ -274,7 +274,8 @@ def read_prompts(
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     used = [*prompts, *held_out]
-    tokens = text.encode_all(used, config.sampling.max_tokens, encode)
+    is_cut = task.program is not None  # the program reads the row
+    tokens = text.encode_all(used, config.sampling.max_tokens, encode, is_cut)
     together = list(zip(used, tokens, strict=True))
     encoded = together[: len(prompts)]
     evaluated = together[len(prompts) :]
@@ -350,7 +351,8 @@ def evaluation_sets(
         with about(f"[{key}]"):  # errors speak of `task.`
             own.check()
             prompts = kept(name, own, own.held_out(), encoder(text, own), set())
-        tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own))
+        is_cut = own.program is not None
+        tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own), is_cut)
         encoded += zip(prompts, tokens, strict=True)
         fresh = []
         for prompt, ids in zip(prompts, tokens, strict=True):

@@ -36,8 +36,9 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards") or now
     changed = ", ".join(sorted(k for k in {*now, *before} if now.get(k) != before.get(k)))
     lost = ""
-    if setup.task.tools is not None or setup.config.task.use == "redteam":
-        lost = "the environment or the victim of the stored samples is gone"
+    task = setup.task
+    if task.tools or task.program or setup.config.task.use == "redteam":
+        lost = "the environment, the program or the victim of the stored samples is gone"
     elif setup.objective.at(0).value_rollouts is not None:
         lost = "the stored samples have value estimates"
     if replay == "rescore" and lost:

@@ -63,8 +63,10 @@ async def _serve(
             target = target_of(asked["base_url"])
             held = _hold(writer, function, number, target, asked["row"])
             tasks[number] = loop.create_task(held)
-        elif number in tasks:
-            tasks.pop(number).cancel()
+        else:
+            writer.write(_line(number, "ending"))
+            if number in tasks:
+                tasks.pop(number).cancel()
         tasks = {n: task for n, task in tasks.items() if not task.done()}
     os._exit(0)  # with threads that hang
 
@@ -97,6 +99,8 @@ async def _hold(
             returned = await function(target, row)
         else:
             returned = await asyncio.to_thread(_call, function, target, row)
+            if inspect.isawaitable(returned):  # an async function in a decorator
+                returned = await returned
         line = _line(number, "returned", _as_json(returned))
     except asyncio.CancelledError:
         line = _line(number, "raised", "cancelled")

@@ -20,7 +20,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -39,7 +40,7 @@ from tba.search.verdicts import Rejected, Verdict
 from tba.search.wire import RefusedError, Request, completion, message_of
 from tba.streams import Use, seed_of
 from tba.tasks import Program
-from tba.types import Completion, Sampling, Turn
+from tba.types import GIVEN, Completion, Sampling, Turn
 
 NO_CALL = Rejected("no_call", "the program has not called the policy")
 BODY = 2**24
@@ -167,7 +168,8 @@ class Endpoint:
             raise RefusedError(410, ENDED) from None
         if name not in self._sessions:
             raise RefusedError(410, ENDED)
-        message = message_of(context.chat, context.context, turn, asked)
+        stop = asked.stops or live.sampling.stop
+        message = message_of(context.chat, context.context, turn, asked, stop)
         if job.exchange is None:
             job.exchange = live.session.add(context, turn, message)
             del live.numbers[key]
@@ -182,6 +184,9 @@ class Endpoint:
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error
+            except Exception as error:  # messages may hold anything
+                told = f"these messages cannot be read ({type(error).__name__}: {error})"
+                raise RefusedError(400, told) from error
             tokens = context.context
             room = self._text.context - len(tokens)
             if room < 1:
@@ -263,6 +268,10 @@ def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Await
     return uvicorn.Server(config)
 
 
+Held = tuple[Session, Verdict]
+"""A session that has ended, with its reward."""
+
+
 class Agents:
     """Holds the sessions of searches. The endpoint and the program's process start with the first.
 
@@ -278,34 +287,28 @@ class Agents:
         self._endpoint = Endpoint(engine, text, fixed)
         self._process = AgentProcess(program, max_memory, start_deadline)
         self._slots = asyncio.Semaphore(program.concurrency)
+        self._alone = asyncio.Lock()
 
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
     ) -> Responses:
         """Hold `sampling.samples` sessions about each prompt, which end within so many seconds."""
         until = time.monotonic() + seconds
-        started = []
-        sessions: list[Session] = []
+        started: list[Future[Held]] = []
         for prompt in prompts:
             row = {**prompt.columns, "prompt": prompt.text}
             for _ in range(sampling.samples):
-                session = Session(self._program.history)
-                live = Live(session, sampling, seed, len(sessions), self._program.max_calls)
-                holding = self._hold(row, live, until)
+                holding = self._hold(row, sampling, seed, len(started), until)
                 started.append(self._endpoint.loop.begin(holding))
-                sessions.append(session)
         while not all(each.done() for each in started):
             self._endpoint.turns.work(0.05)
         failure = self._endpoint.failure
         if failure is not None:
             raise failure
-        self._endpoint.counts["agents/forks"] += sum(session.forks for session in sessions)
+        held = [each.result() for each in started]
+        self._endpoint.counts["agents/forks"] += sum(session.forks for session, _ in held)
         s = sampling.samples
-        verdicts = [each.result() for each in started]
-        return self._responses(
-            [sessions[i : i + s] for i in range(0, len(sessions), s)],
-            [verdicts[i : i + s] for i in range(0, len(sessions), s)],
-        )
+        return self._responses([held[i : i + s] for i in range(0, len(held), s)])
 
     def counts(self) -> Mapping[str, int]:
         """Return the calls since the last time, by metric."""
@@ -317,41 +320,58 @@ class Agents:
         """End the endpoint, and with its event loop the process."""
         self._endpoint.close()
 
-    async def _hold(self, row: Mapping[str, Any], live: Live, until: float) -> Verdict:
-        """Hold one session, and return the verdict on it."""
+    async def _hold(
+        self, row: Mapping[str, Any], sampling: Sampling, seed: int, sample: int, until: float
+    ) -> Held:
+        """Hold one session; again if another one may have ended its process, without others."""
+        begin = partial(
+            Live, sampling=sampling, search=seed, sample=sample, max_calls=self._program.max_calls
+        )
         async with self._slots:
-            seconds = min(self._program.deadline, until - time.monotonic())
-            url = self._endpoint.begin(live)
-            try:
-                verdict = await self._process.run(url, row, seconds)
-            except ChildProcessError as error:  # a searcher that starts anew may help later
-                kind = EngineError if self._process.worked else RewardError
-                raise kind(str(error)) from error
-            finally:
-                self._endpoint.end(url)
-        never_called = not live.session.exchanges and not isinstance(verdict, Rejected)
-        return NO_CALL if never_called else verdict
+            held = await self._attempt(row, begin, until)
+        if held is None:
+            async with self._alone, AsyncExitStack() as slots:
+                for _ in range(self._program.concurrency):
+                    await slots.enter_async_context(self._slots)
+                held = await self._attempt(row, begin, until, alone=True)
+        assert held is not None
+        return held
 
-    def _responses(
-        self, groups: Sequence[Sequence[Session]], verdicts: Sequence[Sequence[Verdict]]
-    ) -> Responses:
+    async def _attempt(
+        self, row: Mapping[str, Any], begin: Callable[[Session], Live], until: float,
+        alone: bool = False,
+    ) -> Held | None:  # fmt: skip
+        """Hold one session; return None if another one may have ended its process."""
+        session = Session(self._program.history)
+        url = self._endpoint.begin(begin(session))
+        try:
+            verdict = await self._process.run(url, row, until, alone)
+        except ChildProcessError as error:  # a searcher that starts anew may help later
+            kind = EngineError if self._process.worked else RewardError
+            raise kind(str(error)) from error
+        finally:
+            self._endpoint.end(url)
+        if not session.exchanges and not isinstance(verdict, Rejected | None):
+            verdict = NO_CALL
+        return None if verdict is None else (session, verdict)
+
+    def _responses(self, groups: Sequence[Sequence[Held]]) -> Responses:
         """Return sessions by prompt, whose tokens are what all sessions about it begin with."""
         # in place of a prompt or a session that does not exist; nothing is made of it
         nothing = np.array([self._text.eos_id], np.int32)
-        empty = Completion(nothing, np.zeros(1, np.float32), False, 0)
+        unsaid = np.array([GIVEN], np.uint8)
+        empty = Completion(nothing, np.zeros(1, np.float32), False, 0, marks=unsaid)
         prompts = []
         completions = []
         for group in groups:
-            begun = [session.prompt for session in group if session.exchanges]
+            begun = [session.prompt for session, _ in group if session.exchanges]
             prompt = common(begun) if begun else nothing
-            own = [s.completion(len(prompt)) if s.exchanges else empty for s in group]
+            own = [s.completion(len(prompt)) if s.exchanges else empty for s, _ in group]
             prompts.append(prompt)
             completions.append(own)
-        if not self._program.scored:
-            return Responses(prompts, completions, verdicts)
-        pairs = [zip(*pair, strict=True) for pair in zip(groups, verdicts, strict=True)]
-        answers = [[self._answer(session, verdict) for session, verdict in own] for own in pairs]
-        return Responses(prompts, completions, answers, rewards=verdicts)
+        answers = [[self._answer(*held) for held in group] for group in groups]
+        rewards = [[verdict for _, verdict in group] for group in groups]
+        return Responses(prompts, completions, answers, rewards=rewards)
 
     def _answer(self, session: Session, verdict: Verdict) -> Answer | Verdict:
         """Return a session as what reward functions see."""

@@ -174,7 +174,7 @@ class Chat:
 
     def rendered(self, messages: Sequence[Message]) -> str:
         """Return a whole chat as text; where a template has no tools, their calls are text."""
-        return self._rendered(self._as_shown(self.described(messages)))
+        return self._rendered(self._as_shown(_joined(self.described(messages))))
 
     def written(self, turn: Message) -> str:
         """Return a turn with its calls as the policy would write it.
@@ -204,7 +204,8 @@ class Chat:
         """Return what the template puts after TURN, which stands in this turn."""
         # earlier turns without calls; some templates refuse a turn without content
         plain = [_without_calls(m) if m["role"] == "assistant" else m for m in before]
-        _, shown, after = self._rendered(self._as_shown([*plain, turn, *results])).rpartition(TURN)
+        dialogue = [*_joined([*plain, turn]), *results]
+        _, shown, after = self._rendered(self._as_shown(dialogue)).rpartition(TURN)
         return after if shown else ""
 
     def _as_shown(self, messages: Sequence[Message]) -> list[Message]:
@@ -212,13 +213,11 @@ class Chat:
         chat: list[Message] = []
         for message in messages:
             role = message["role"]
-            if chat and chat[-1]["role"] == role == "assistant":
-                chat.pop()  # the policy went on with a message of the row
             if message.get("tool_calls") and not self.describes_tools:
                 message = _with_calls(message)
             if role == "tool" and not self.describes_tools:
                 content = f"<tool_response>\n{message.get('content')}\n</tool_response>"
-                if chat[-1]["role"] == "user":
+                if chat and chat[-1]["role"] == "user":
                     content = f"{chat.pop()['content']}\n{content}"
                 message = {"role": "user", "content": content}
             chat.append(message)
@@ -269,6 +268,19 @@ def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
     reads_row = task.tools is not None or task.program is not None
     row = json.dumps(prompt.columns, sort_keys=True, default=str) if reads_row else ""
     return tokens.tobytes() + row.encode()
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the assistant's goes on with another one of its own before it."""
+    joined: list[Message] = []
+    for message in messages:
+        before = joined[-1] if joined else {}
+        goes_on = before.get("role") == message["role"] == "assistant"
+        if goes_on and not before.get("tool_calls"):
+            begun = text_of(joined.pop().get("content"))
+            message = {**message, "content": begun + text_of(message.get("content"))}
+        joined.append(message)
+    return joined
 
 
 def _without_calls(message: Message) -> Message:

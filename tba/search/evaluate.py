@@ -41,8 +41,9 @@ NO_MEASURES = ("passed", "length", "tokens", "finished", "logp", *REFERENCE)
 Table = dict[str, Float[np.ndarray, "P S"]]
 """Values of S answers to each of P prompts: the reward, the task's measures, and NO_MEASURES.
 
-NaN where an answer was rejected, and as `passed` where answers are neither right nor wrong. `nats`
-is -log ref(y | x) at temperature 1, and `tokens` the length of prompt and response but one.
+NaN where an answer was rejected, as `passed` where answers are neither right nor wrong, and where
+nothing was sampled, because a program has not called the policy. `nats` is -log ref(y | x) at
+temperature 1, and `tokens` the length of prompt and response but one.
 """
 
 
@@ -213,12 +214,16 @@ def _scores(mode: Mode, table: Table, k: Sequence[int]) -> dict[str, float]:
             for each in k:
                 chances = np.array([pass_at_k(n, int(correct), each) for correct in passed.sum(1)])
                 scores |= _with_error(f"pass@{each}", f"pass@{each}_stderr", chances)
+    if np.isnan(table["length"]).all():
+        return scores
     for name in ("length", "finished", "log_ratio"):
         if name in table:
-            scores[f"{mode}_{name}"] = float(table[name].mean())
+            scores[f"{mode}_{name}"] = float(np.nanmean(table[name]))
     if "nats" in table:
-        scores[f"{mode}_perplexity"] = exp(table["nats"].mean() / table["length"].mean())
-        with_prompt = np.exp(table["nats"] / table["tokens"]).mean(1)
+        scores[f"{mode}_perplexity"] = exp(np.nansum(table["nats"]) / np.nansum(table["length"]))
+        of_each = np.exp(table["nats"] / table["tokens"])
+        unsampled = np.isnan(table["length"])
+        with_prompt = np.ma.masked_array(of_each, unsampled).mean(1).compressed()
         name = f"{mode}_perplexity_with_prompt"
         scores |= _with_error(name, f"{name}_stderr", with_prompt)
     return scores
@@ -251,10 +256,11 @@ def _answer(
     """Answer every prompt, and score the answers; `task` is the name of the set."""
     scoring = searcher.scoring
     responses = searcher.answer(task, prompts, sampling, seed)
-    verdicts = responses.rewarded(scoring(prompts, responses.answers, (task, None)))
+    answers = responses.answers
+    verdicts = responses.rewarded(scoring(prompts, answers, (task, None)), answers)
     values = {"reward": _as_table(verdicts)}
     for measure in scoring.tasks[task].measures():
-        values[measure] = _as_table(scoring(prompts, responses.answers, (task, measure)))
+        values[measure] = _as_table(scoring(prompts, answers, (task, measure)))
     return Answers(mode, responses, values, verdicts)
 
 
@@ -299,15 +305,17 @@ def _table(answers: Answers, least: Float[np.ndarray, " P"]) -> Table:
     """Return the values of answers; `least` is the reward of a right answer, NaN if none is."""
     passed = answers.values["reward"] >= least[:, None]
     groups = answers.responses.completions
-    length = np.array([[c.length for c in group] for group in groups], float)
+    length = np.array([[c.length or nan for c in group] for group in groups], float)
+    finished = [[c.finished for c in group] for group in groups]
+    logp = [[float(c.logp.sum()) for c in group] for group in groups]
     before = np.array([len(prompt) - 1 for prompt in answers.responses.prompts])
     return {
         **answers.values,
         "passed": np.where(np.isnan(least)[:, None], nan, passed),
         "length": length,
         "tokens": before[:, None] + length,
-        "finished": np.array([[c.finished for c in group] for group in groups], float),
-        "logp": np.array([[float(c.logp.sum()) for c in group] for group in groups]),
+        "finished": np.where(np.isnan(length), nan, finished),
+        "logp": np.where(np.isnan(length), nan, logp),
     }
 
 

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -37,6 +38,8 @@ MAIN = Path(__file__).with_name("agent_child.py")
 """Main program of an agent process."""
 GRACE = 2.0
 """Seconds after which a session that was told to end counts as stuck."""
+BLOCKED = 5.0
+"""Seconds after which an event loop that does not hear of it counts as blocked."""
 LONGEST_LINE = 2**24
 """Most bytes of a reply."""
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -223,15 +226,22 @@ class AgentProcess(Process):
         self._stuck: set[int] = set()  # sessions that were told to end, and have not
         self._ends: set[asyncio.Task[None]] = set()
 
-    async def run(self, url: str, row: Mapping[str, Any], seconds: float) -> Verdict:
-        """Run the program for a session; return its reward, or why it has none."""
-        if seconds <= 0:
-            return Rejected("timeout", "not tried: the time of its search was up")
+    async def run(
+        self, url: str, row: Mapping[str, Any], until: float, alone: bool
+    ) -> Verdict | None:
+        """Run the program for a session; return its reward, or why it has none.
+
+        None if the process has ended, and another session may be the cause: this one is not
+        `alone`.
+        """
         try:
             asked = json.dumps({"base_url": url, "row": row}, allow_nan=False, default=str)
         except ValueError as error:
             return Rejected("raised", f"the row cannot be sent as JSON: {error}")
         await self.ready()
+        seconds = min(self._program.deadline, until - time.monotonic())
+        if seconds <= 0:
+            return Rejected("timeout", "not tried: the time of its search was up")
         number = self.call(lambda n: f"[{n}, {asked}]\n".encode())
         try:
             verdict = await self.reply(number, seconds)
@@ -240,24 +250,33 @@ class AgentProcess(Process):
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
             limit = f"task.deadline = {self._program.deadline:g} s"
-            return Rejected("timeout", f"the session did not end within {seconds:g} s ({limit})")
+            if seconds < self._program.deadline:
+                limit = "what was left of runtime.task_deadline for its search"
+            return Rejected("timeout", f"the session did not end within {seconds:.3g} s ({limit})")
         self.forget(number)
-        if isinstance(verdict, NoReply):
-            return Rejected(DIED, f"the agent process ended {verdict.how}")
-        return verdict
+        if not isinstance(verdict, NoReply):
+            return verdict
+        if verdict.beside and not alone:
+            return None
+        return Rejected(DIED, f"the agent process ended {verdict.how}")
 
     async def _end(self, number: int) -> None:
-        """Tell a session to end. If it does not, and no other is being held, end the process."""
+        """Tell a session to end. If it does not, and no other is being held, end the process.
+
+        Also if the program's event loop does not hear of it, because a session blocks it.
+        """
         self.send(f"[{number}, null]\n".encode())
-        ended = False
-        while not ended:
+        heard = ended = False
+        while not (heard and ended):
             try:
-                await self.reply(number, GRACE)
-                ended = True
+                reply = await self.reply(number, GRACE if heard else BLOCKED)
             except TimeoutError:
                 self._stuck.add(number)
-                if self.calls <= self._stuck:
+                if not heard or self.calls <= self._stuck:
                     await self.end()
+            else:
+                heard |= reply is None or isinstance(reply, NoReply)
+                ended |= reply is not None
         self._stuck.discard(number)
         self.forget(number)
 
@@ -273,9 +292,9 @@ class AgentProcess(Process):
         )  # fmt: skip
 
     def parse(self, kind: str, value: Any) -> Verdict | None:
-        """Return the verdict that a reply means; None if the program has started."""
+        """Return the verdict that a reply means; None for the news of a start or an end."""
         match kind, value:
-            case "started", _:
+            case "started" | "ending", _:
                 return None
             case "raised", text:
                 return Rejected("raised", masked(str(text)))

@@ -138,12 +138,20 @@ class Responses:
     rewards: Sequence[Sequence[Verdict]] | None = None
     """Rewards that a program returned, to which the task's functions add theirs."""
 
-    def rewarded(self, verdicts: list[list[Verdict]]) -> list[list[Verdict]]:
-        """Return verdicts of the task's functions with the program's rewards added."""
+    def rewarded(
+        self, verdicts: list[list[Verdict]], scored: Sequence[Sequence[Answer | Verdict]]
+    ) -> list[list[Verdict]]:
+        """Return verdicts of the task's functions with the program's rewards added.
+
+        `scored` are the answers that the functions have seen, or verdicts, which stand alone.
+        """
         if self.rewards is None:
             return verdicts
-        pairs = zip(verdicts, self.rewards, strict=True)
-        return [list(map(added, group, own)) for group, own in pairs]
+        rewarded = []
+        for group in zip(verdicts, self.rewards, scored, strict=True):
+            triples = zip(*group, strict=True)
+            rewarded.append([added(v, r) if isinstance(a, Answer) else v for v, r, a in triples])
+        return rewarded
 
     def prompt_text(self, text: Tokenizer, prompt: Prompt, place: int) -> str:
         """Return the prompt of the responses at this place, for a person to read."""

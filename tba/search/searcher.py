@@ -194,7 +194,7 @@ class Searcher:
         with stats.timed("reward"):
             rule = self.setup.sampling.truncated
             settled = [settle_truncated(group, rule) for group in responses.answers]
-            verdicts = responses.rewarded(self.scoring(prompts, settled))
+            verdicts = responses.rewarded(self.scoring(prompts, settled), settled)
         with stats.timed("reference"):
             groups = self._groups(prompts, responses, verdicts)
         rollouts: list[Verdict] = []

@@ -31,6 +31,8 @@ TOKENISING = 0.1
 """Most seconds that a batch waits for turns that have arrived, and are being tokenised."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change what it says."""
+REPLY = ("role", "content", "tool_calls")
+"""Keys of a reply that say something; clients add others."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a reply's thoughts, which OpenAI's messages do not have, and programs may leave out."""
 
@@ -278,6 +280,7 @@ def said_in(message: Message) -> Said:
     """Return what a readable message says."""
     said = {name: value for name, value in message.items() if name not in (*IDS, *THOUGHTS)}
     if said["role"] == "assistant":
+        said = {name: value for name, value in said.items() if name in REPLY}
         said["content"] = said["content"].strip()
     if "tool_calls" in said:
         said["tool_calls"] = [call["function"] for call in said["tool_calls"]]

@@ -57,11 +57,14 @@ def parse_score(score: Any) -> Verdict:
 
 
 def added(verdict: Verdict, reward: Verdict) -> Verdict:
-    """Return the sum of two rewards, with the items of both; a rejection if one is."""
+    """Return the sum of two rewards, with the items of both; a rejection if one is.
+
+    The second one stands alone if no reward function gives the sample a reward.
+    """
     if isinstance(reward, Rejected):
         return reward
     if isinstance(verdict, Rejected):
-        return verdict
+        return reward if verdict.reason == "none" else verdict
     items: dict[str, float] = {"rewards/rollout": float(reward)}
     notes: dict[str, str] = {}
     for each in (reward, verdict):

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -32,12 +32,26 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
     "function_call": (),
     "audio": (),
     "prediction": (),
+    "best_of": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "chat_template_kwargs": ({},),
 }
 """Parameters that would change what is sampled, with the values that do not."""
 
 CODES = {
     400: "invalid", 410: "session_ended", 413: "too_large", 499: "gone", 503: "overloaded",
 }  # fmt: skip
+
+
+Stop = Annotated[str, Field(min_length=1)]
 
 
 class Request(BaseModel, extra="allow"):
@@ -49,7 +63,7 @@ class Request(BaseModel, extra="allow"):
     tool_choice: Any = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Stop | list[Stop] | None = None
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = False
@@ -85,11 +99,13 @@ class Request(BaseModel, extra="allow"):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def message_of(chat: Chat, context: np.ndarray, turn: Completion, asked: Request) -> dict[str, Any]:
+def message_of(
+    chat: Chat, context: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str]
+) -> dict[str, Any]:
     """Return the reply as a message of OpenAI's; calls that cannot be read stay text."""
-    message, calls = chat.read(context, turn.tokens, asked.stops)
+    message, calls = chat.read(context, turn.tokens, stop)
     if asked.tool_choice == "none" or not calls or any(call.error for call in calls):
-        shown = chat.text.answer(turn.tokens, turn.finished, asked.stops).text
+        shown = chat.text.answer(turn.tokens, turn.finished, stop).text
         return {"role": "assistant", "content": shown}
     reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
     for place, call in enumerate(calls):

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from threading import Thread
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -25,7 +26,8 @@ AT_ONCE = 64
 class Itemized(float):
     """A reward with its items: what each reward function gave and logged, by metric.
 
-    `notes` are what the functions logged about the answer for a person to read.
+    Items that are not finite are left out, or no later mean would be finite. `notes` are what the
+    functions logged about the answer for a person to read.
     """
 
     items: Mapping[str, float]
@@ -33,7 +35,7 @@ class Itemized(float):
 
     def __new__(cls, reward: float, items: Mapping[str, float], notes: Mapping[str, str]) -> Self:
         self = super().__new__(cls, reward)
-        self.items = items
+        self.items = {name: item for name, item in items.items() if isfinite(item)}
         self.notes = notes
         return self
 
@@ -56,11 +58,16 @@ class Scorer(ABC):
 
 
 @runtime_checkable
-class Prepares(Protocol):
+class Checks(Protocol):
     """A reward function that needs a model or a server, or a part of a task that does."""
 
     def check(self) -> None:
         """Raise ValueError if the model or the server is missing."""
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A reward function that needs a model, or a part of a task that does."""
 
     def load(self, device: str) -> None:
         """Load models to the device, in a process that scores, before its first score."""
@@ -114,8 +121,6 @@ class Program:
     """What the policy sees of the past: its own tokens, or what the chat template shows."""
     environment: Mapping[str, str]
     """Environment variables, beside those of this process that are no secrets."""
-    scored: bool
-    """Whether the task's functions score sessions, too."""
 
 
 class Task(Scorer):
@@ -157,14 +162,14 @@ class Task(Scorer):
         Called before any process starts; takes seconds at most.
         """
         for option, each in self.dependencies:
-            if isinstance(each, Prepares):
+            if isinstance(each, Checks):
                 with about(option) if option else nullcontext():
                     each.check()
 
     def load(self, device: str) -> None:
         """Load models to the device, in a process that scores, before its first score."""
         for _, each in self.dependencies:
-            if isinstance(each, Prepares):
+            if isinstance(each, Loads):
                 each.load(device)
 
     @property
@@ -261,9 +266,14 @@ def _plain(value: Any) -> Any:
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with the arguments that it names; with all of them if it has `**columns`."""
+    """Call a function with the arguments that it names; with all of them if it has `**columns`.
+
+    A method does not get a column `self`.
+    """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        if not inspect.isfunction(function):
+            arguments = {name: value for name, value in arguments.items() if name != "self"}
         return function(**arguments)
     names = {p.name for p in parameters}
     return function(**{name: value for name, value in arguments.items() if name in names})

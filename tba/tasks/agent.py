@@ -82,7 +82,6 @@ class Agent(Custom):
             max_calls=self.max_calls,
             history=self.history,
             environment=self.env,
-            scored=len(self.functions) > 0,
         )
 
     @cached_property

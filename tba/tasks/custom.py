@@ -172,7 +172,8 @@ class Custom(Rendering, Task):
         weights = self.reward_weights or [1.0] * len(names)
         logged = {name: fmean(values) for name, values in log.metrics.items()}
         sums: list[float | None] = []
-        for place, of_answer in enumerate(zip(*columns, strict=True)):
+        for place in range(log.count):
+            of_answer = [column[place] for column in columns]
             wrong = [s for s in of_answer if s is not None and number(s) is None]
             if wrong:
                 sums.append(wrong[0])  # it is rejected, and its neighbours are not

@@ -85,11 +85,11 @@ class Mixture(Task):
 
 def _task(key: str, part: Part) -> Task:
     task = named_task(key, part.use, part.options)
-    has_own_way = task.samples_again or task.tools is not None
+    has_own_way = task.samples_again or task.tools is not None or task.program is not None
     if task.part_weights or task.measures() or has_own_way:
         raise ValueError(
-            f"{key}.use = {part.use!r} has parts, measures, attacks or dialogues, which a part of"
-            " a mixture cannot have; train it in a run of its own, or evaluate it in"
+            f"{key}.use = {part.use!r} has parts, measures, attacks, dialogues or a program, which"
+            " a part of a mixture cannot have; train it in a run of its own, or evaluate it in"
             " [eval.sets.NAME]"
         )
     return task

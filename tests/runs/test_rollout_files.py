@@ -135,7 +135,8 @@ def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
         {**sound, "sampled": [1]}, {"reward": 1.0}, {"messages": [], "reward": 1},
         {"messages": [programs.user("x")], "reward": 1},
         {"messages": [programs.user("x"), thoughtful], "reward": 1},
-        {**sound, "ids": [7] * 5000, "sampled": [1] * 5000},
+        {**sound, "ids": [7] * 5000, "sampled": [1] * 5000}, {**sound, "ids": [2**40, 1]},
+        {**sound, "sampled": [300, 1]}, {**sound, "count": 0},
     ]  # fmt: skip
     with caplog.at_level(logging.WARNING):
         (group,) = read_rollouts(rows(tmp_path, sound, *broken), text)

@@ -10,7 +10,10 @@ from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, hel
 from tba.assemble import run
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
+from tba.search import process
+from tba.search.evaluate import evaluate_held_out
 from tba.search.searcher import Searcher
+from tba.search.verdicts import Rejected, added
 from tba.types import Group, collate
 
 __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
@@ -101,6 +104,70 @@ def test_sessions_that_begin_unlike_share_what_they_begin_with(agent, held):
         whole = decode(np.concatenate([group.prompt_tokens, t.tokens]).tolist())
         assert whole.endswith(f"[assistant]1{EOS}")
         assert t.sampled is not None and t.sampled.sum() == 2
+
+
+def test_a_message_that_the_policy_has_not_written_stays(agent, held):
+    """The policy sees it as the chat template writes it, in the same context."""
+    searcher, result = held(agent("notes", "1", "2"))
+    (group,) = result.groups
+    begun = f"1{EOS}«[assistant]a note{EOS}[user]more[assistant]»2{EOS}"
+    assert shown(searcher, group) == [begun]
+
+
+def test_a_process_that_dies_costs_the_session_that_ended_it(agent, held):
+    """Sessions beside it are held again, and their prompts are not to blame."""
+    kinds = ["dies", *["sound"] * 7]
+    rows = [{"prompt": f"Say {i}", "kind": kind} for i, kind in enumerate(kinds)]
+    config = agent("mishaps", "1", rows=rows)
+    searcher, _ = held(config)
+    prompts = check(config).prompts[:4]
+    result = searcher.search(prompts, seed=1)
+    assert dict(result.stats.rejected) == {"died": 2} and result.died == {prompts[0].id}
+    assert [len(group.trajectories) for group in result.groups] == [2, 2, 2]
+
+
+def test_a_session_that_blocks_the_event_loop_does_not_cost_the_next_ones(agent, held, monkeypatch):
+    monkeypatch.setattr(process, "BLOCKED", 0.5)
+    config = agent("blocks", "1", rows=[{"prompt": f"Say {i}"} for i in range(8)], deadline=10.0)
+    searcher, result = held(config)
+    assert dict(result.stats.rejected) == {"timeout": 2}
+    again = searcher.search(check(config).prompts[1:3], seed=1)
+    assert [len(group.trajectories) for group in again.groups] == [2, 2]
+
+
+@pytest.mark.parametrize("reward", [None, "blind"])
+def test_a_session_whose_last_reply_is_cut_gets_what_the_config_says(reward, agent, held, tmp_path):
+    """And nothing else, whether functions score it or not."""
+    settings = ["sampling.max_tokens=1", "sampling.truncated=-3.0"]
+    given = {} if reward is None else {"reward": f"{tmp_path}/rewards.py:{reward}"}
+    _, result = held(agent("once", "12", settings=settings, **given))
+    assert [t.reward for group in result.groups for t in group.trajectories] == [-3.0, -3.0]
+
+
+def test_stop_strings_of_the_config_are_not_in_replies(agent, held):
+    _, result = held(agent("once", "12", settings=["sampling.stop=['2']"]))
+    assert [t.reward for group in result.groups for t in group.trajectories] == [1.0, 1.0]
+
+
+def test_a_row_may_be_longer_than_the_context_of_the_policy(agent, held):
+    rows = [{"prompt": "", "page": f"{i}" + "x" * 9000} for i in range(8)]
+    settings = ["task.prompt_column=page"]
+    _, result = held(agent("greets", "1", rows=rows, settings=settings))
+    assert [len(group.trajectories) for group in result.groups] == [2]
+
+
+def test_sessions_without_a_call_do_not_count_in_the_measures_of_tokens(agent, held):
+    kinds = ["sound", "silent"] * 4
+    rows = [{"prompt": f"Say {i}", "kind": kind} for i, kind in enumerate(kinds)]
+    searcher, _ = held(agent("mishaps", "1", rows=rows, settings=["eval.perplexity=true"]))
+    scores = evaluate_held_out(searcher).scores
+    assert scores["sampled_rejected"] == 0.5 and scores["sampled_length"] == 6.0
+    for measure in ("log_ratio", "perplexity", "perplexity_with_prompt"):
+        assert np.isfinite(scores[f"sampled_{measure}"])
+
+
+def test_a_reward_function_that_does_not_apply_leaves_the_programs_reward():
+    assert added(Rejected("none", ""), 2.0) == 2.0
 
 
 @pytest.mark.parametrize("program", ["at_once", "streams", "Counts", "once"])

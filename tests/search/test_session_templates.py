@@ -116,7 +116,7 @@ def hold(
         end = family.ends[-1 if calls else 0]
         tokens = text.tokens(written + said + end)
         turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
-        reply = message_of(chat, asked.context, turn, request)
+        reply = message_of(chat, asked.context, turn, request, request.stops)
         session.add(asked, turn, reply)
         names = sorted(reply) if keeps else ["content", "role", "tool_calls"]
         returned = {name: reply[name] for name in names if name in reply}

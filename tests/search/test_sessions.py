@@ -139,7 +139,9 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
         written = tokenizer(thought + answer + called, add_special_tokens=False)["input_ids"]
         tokens = np.array([*written, *ended], np.int32)
         turn = Completion(tokens, np.zeros(len(tokens), np.float32), ends, 0)
-        reply = json.loads(json.dumps(message_of(chat, asked.context, turn, request)))
+        reply = json.loads(
+            json.dumps(message_of(chat, asked.context, turn, request, request.stops))
+        )
         said[session.add(asked, turn, reply)] = meaning([*messages, reply])
         answers = [
             {"role": "tool", "tool_call_id": c["id"], "content": "2"}

@@ -143,6 +143,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"a": {"use": "redteam", "victim": "./none", "judge": MEAN}},
         "= 'redteam' has parts",
     ),
+    "program": (
+        {"a": {"use": "agent", "data": "", "rollout": "random:random"}},
+        "dialogues or a program, which a part",
+    ),
     "nested": ({"a": {"use": "mixture", "parts": {"b": SUMS}}}, "a.use = 'mixture' has parts"),
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from tba.config.plugins import resolve
 from tba.config.schema import load
-from tba.prompt import Answer
+from tba.prompt import Answer, Prompt
 from tba.tasks import Task
 
 REWARDS = '''
@@ -45,6 +45,20 @@ class Counts:
 
     async def __call__(self, completions, **columns):
         return [self.factor * c.count(self.character) for c in completions]
+
+class Loads:
+    def load(self, device):
+        self.device = device
+
+    def __call__(self, completions, **columns):
+        return [float("self" in columns and len(self.device)) for c in completions]
+
+class Checks:
+    def check(self):
+        raise ValueError("the server is missing")
+
+    def __call__(self, completions):
+        return [0.0 for c in completions]
 '''
 
 ANSWERS = [Answer(text, finished=True) for text in ("a", "banana", "")]
@@ -110,6 +124,19 @@ def test_check_and_load_reach_the_functions_that_have_them(task):
     )
     with pytest.raises(ValueError, match=r"^task\.reward\.1: the counter is broken$"):
         broken.check()
+    with pytest.raises(ValueError, match="the server is missing"):  # each of the two is optional
+        task({"use": "factories:Checks"}).check()
+    one = task({"use": "factories:Loads"})
+    one.check()
+    one.load("cpu")
+    assert one.functions[0].device == "cpu"
+
+
+def test_a_column_called_self_is_not_passed_to_a_method(task):
+    one = task({"use": "factories:Loads"})
+    one.load("cpu")
+    prompt = Prompt("0", "?", {"self": 1})
+    assert one.score(prompt, ANSWERS) == [0.0, 0.0, 0.0]
 
 
 WRONG: dict[str, tuple[Any, str]] = {

@@ -16,7 +16,7 @@ import torch
 from tba.prompt import Answer, Prompt
 from tba.search.scoring import Scoring
 from tba.search.verdicts import Rejected, parse_score
-from tba.tasks import WrongLength, listed
+from tba.tasks import Itemized, WrongLength, listed
 from tba.tasks.custom import Custom, reward_function
 
 
@@ -81,6 +81,12 @@ def test_an_array_without_an_axis_is_the_reward_of_one_completion():
     )
     assert one == [1.0]
     assert [v.reason for v in two if isinstance(v, Rejected)] == ["wrong_length"] * 2
+
+
+def test_an_item_that_is_not_finite_is_left_out():
+    """Else the mean of its metric would never be finite again."""
+    reward = Itemized(1.0, {"a": 0.5, "b": float("nan"), "c": float("inf")}, {})
+    assert reward.items == {"a": 0.5}
 
 
 def test_true_is_one_and_none_stays_none():
