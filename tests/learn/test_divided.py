@@ -156,21 +156,24 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("setting", "tied"),
+    ("setting", "kind"),
     [
-        ("objective=tb", False),
-        ("objective=ppo", True),
-        ("policy.lora.r=4", True),
-        ("trainer.weights=bf16", True),
+        ("objective=tb", "untied"),
+        ("objective=tb", "mixtral"),
+        ("objective=ppo", "tied"),
+        ("policy.lora.r=4", "tied"),
+        ("trainer.weights=bf16", "tied"),
     ],
 )
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
-    setting, tied, make_model, pair, tmp_path
+    setting, kind, make_model, pair, tmp_path
 ):
     """One process saves, two load and save, two again, one and three: every tensor is equal."""
     if setting == "policy.lora.r=4":
         pytest.importorskip("peft")
-    model = make_model(tied=tied)
+    model = make_model(tied=kind == "tied")
+    if kind == "mixtral":
+        make(kind).save_pretrained(model)
     folders = [tmp_path / name for name in ("one", "two", "two_again", "again")]
     for folder in folders:
         folder.mkdir()
@@ -200,7 +203,7 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
         pairs = zip(*(model.parameters() for model in models), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
         sizes = [file.stat().st_size for file in sorted((two / "model").glob("*.safetensors"))]
-        assert len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes)
+        assert kind == "mixtral" or (len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes))
 
 
 def test_each_tensor_is_written_by_the_rank_with_the_fewest_bytes():
