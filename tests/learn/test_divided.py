@@ -1,12 +1,13 @@
 """Ranks of a trainer: one plan for all of them, and the gradients of one process."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from build import make, random_batch, trainer
+from build import make, random_batch, setup_of, trainer
 from pair import (
     STILL,
     Pair,
@@ -14,6 +15,7 @@ from pair import (
     divided_gradients,
     gradients,
     loaded_by_three,
+    logp_of,
     open_pair,
     saved_again,
     sent,
@@ -98,6 +100,23 @@ def test_gradients_are_those_of_one_process(tied, reshard, settings, make_model,
             torch.testing.assert_close(own[name], gradient, rtol=0, atol=near)
         for name in expected.keys() - {"step_time", "batch/padding"}:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+ALIKE = [(), ("policy.lora.r=4",), ("trainer.weights=bf16",), ("policy.share_prompt=false",)]
+
+
+@pytest.mark.parametrize("settings", ALIKE)
+def test_in_bf16_the_reference_computes_as_ranks_do(settings, make_model, pair):
+    """FSDP rounds embeddings and norms to bf16, too."""
+    if "policy.lora.r=4" in settings:
+        pytest.importorskip("peft")
+    model = make_model(context=256, tied=False)
+    settings = ("policy.autocast=bf16", "reward.isolate=none", *settings)
+    batch = random_batch(2, 5, 3, 40)
+    for logp in pair(logp_of, model, settings, batch):
+        ranks = setup_of(model, *settings, "runtime.use=ray", "trainer.devices=2")
+        with closing(ranks.search_setup().build("cpu", True)) as searcher:
+            assert torch.equal(logp, searcher.reference.policy.logp(batch))
 
 
 @pytest.mark.parametrize("kind", ["tied", "llama", "gpt2", "gpt_neox"])
