@@ -135,7 +135,8 @@ class PolicyTable(Table):
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
     attention: Literal["auto", "eager", "sdpa"] = key(
-        "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
+        "auto",
+        "attention in transformers; auto: eager on a CPU up to 320 tokens or without sdpa, else sdpa",
     )
     share_prompt: bool = key(True, "run a prompt once for all its responses")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")

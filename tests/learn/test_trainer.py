@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import pack, parameters, trainer
+from build import WIDE, pack, parameters, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import tba.learn.policy
 import tba.runs.setup
@@ -296,6 +297,17 @@ def test_attention_is_chosen_by_device_and_length(tiny_model, monkeypatch):
     assert chosen("sampling.max_tokens=7") == "sdpa"
     assert chosen("sampling.max_tokens=7", "policy.attention=eager") == "eager"
     assert chosen("policy.attention=sdpa") == "sdpa"
+
+
+def test_a_model_without_sdpa_keeps_eager_attention(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tba.runs.setup, "EAGER_TOKENS", 12)
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    config = Gemma2Config(**WIDE, num_key_value_heads=2, head_dim=8)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    policy: Any = trainer(tmp_path, "sampling.max_tokens=7").policy
+    assert policy.model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"no SDPA for a Gemma2ForCausalLM; set policy\.attention"):
+        trainer(tmp_path, "policy.attention=sdpa")
 
 
 def test_the_state_of_another_model_is_refused_whole(tiny_model, toy_model, batch, tmp_path):
