@@ -39,7 +39,7 @@ def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks):
         for slot in slots:
             assert len(slot.groups) == ranks
             for own in filter(None, slot.groups):
-                pieces = list(plan.pieces(batch.groups(own), budget))
+                pieces = list(plan.pieces(batch.groups(own), budget, True))
                 assert len(pieces) <= len(slot.shapes)
                 assert sum(piece.samples for piece in pieces) == samples
                 for piece, shape in zip(pieces, slot.shapes, strict=False):
@@ -51,9 +51,9 @@ def test_the_longest_groups_go_to_the_least_loaded_ranks():
     batch = random_batch(0, groups=7, samples=4, longest=100)
     slots = plan.slots(batch, 10**6, 2, share_prompt=True, can_pack=True)
     (slot,) = slots
-    loads = [plan.cost(batch, own) for own in slot.groups]
-    assert plan.imbalance(batch, slots) == pytest.approx(max(loads) / np.mean(loads) - 1)
-    most = max(plan.cost(batch, [b]) for b in range(7))
+    loads = [plan.cost(batch, own, True) for own in slot.groups]
+    assert plan.imbalance(batch, slots, True) == pytest.approx(max(loads) / np.mean(loads) - 1)
+    most = max(plan.cost(batch, [b], True) for b in range(7))
     assert max(loads) - min(loads) <= most
 
 

@@ -74,13 +74,18 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution():
         assert found[name].item() == pytest.approx(exact, rel=0.03), name
 
 
-def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch):
+@pytest.mark.parametrize("shared", [True, False])
+def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch, shared):
     for budget in (1, 20, 35, 1000):
-        chunks = [batch.groups(part) for part in plan.chunks(batch, budget)]
+        chunks = [batch.groups(part) for part in plan.chunks(batch, budget, shared)]
         assert sum(len(c) for c in chunks) == len(batch)
         assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
-        assert all(len(c) == 1 or plan.cost(c, range(len(c))) <= budget for c in chunks)
-        assert all(sum(p.samples for p in plan.pieces(c, budget)) == batch.samples for c in chunks)
+        assert all(len(c) == 1 or plan.cost(c, range(len(c)), shared) <= budget for c in chunks)
+        pieces = [list(plan.pieces(c, budget, shared)) for c in chunks]
+        assert all(sum(p.samples for p in cut) == batch.samples for cut in pieces)
+        for piece in chain(*pieces):
+            planned = plan.plan_of(piece, shared, can_pack=False)
+            assert piece.samples == 1 or planned.tokens - planned.padding <= budget
 
 
 @pytest.mark.parametrize("groups", [1, 6])
