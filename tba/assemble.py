@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from tba.config.schema import Config
 from tba.learn import Trainer, TrainerLost
 from tba.replay.buffer import ReplayBuffer
@@ -217,6 +219,7 @@ def _assemble(
     if rollouts:
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
+    torch.cuda.empty_cache()  # of models that are gone, beside a rank that needs the memory
     _describe_prompts(console, setup, rollouts)
     job = SearchJob(setup.search_setup(), stream, console.phase)
     searchers = open_searchers(

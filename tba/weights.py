@@ -103,15 +103,12 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
 class Stored:
     """Tensor in a safetensors file, which is read when it is asked for, whole or a part of it."""
 
-    file: Any
-    key: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.key).get_shape())
+    shape: tuple[int, ...]
+    part: Any
+    """Gives the tensor by its rows: a slice of the file, or a tensor in memory."""
 
     def read(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.key)
+        tensor: Tensor = self.part[...]
         return tensor
 
     @torch.no_grad()
@@ -125,7 +122,7 @@ class Stored:
         mesh = target.device_mesh
         start = mesh.get_local_rank() * -(-len(target) // mesh.size())
         own = target.to_local()
-        own.copy_(self.file.get_slice(self.key)[start : start + len(own)])
+        own.copy_(self.part[start : start + len(own)])
 
 
 def stored_in(files: Iterable[Path]) -> dict[str, Stored]:
@@ -133,8 +130,15 @@ def stored_in(files: Iterable[Path]) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for path in files:
         file: Any = safe_open(path, "pt")
-        tensors |= {key: Stored(file, key) for key in file.keys()}  # noqa: SIM118
+        for key in file.keys():  # noqa: SIM118
+            part = file.get_slice(key)
+            tensors[key] = Stored(tuple(part.get_shape()), part)
     return tensors
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+    """Return tensors as if they were in a file."""
+    return {name: Stored(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}
 
 
 def write_weights(weights: Weights, file: Path) -> None:

@@ -29,6 +29,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -379,6 +381,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE, num_key_value_heads=2)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, bos_token_id=1, eos_token_id=1)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDE)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**WIDE, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2)
+    ),
 }
 
 

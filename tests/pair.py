@@ -125,6 +125,10 @@ def divided_gradients(
     return steps if rank == 0 else []
 
 
+def logp_of(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> Tensor:
+    return divided(model, True, settings, rank).policy.logp(batch).detach()
+
+
 def beginning(model: Path, settings: tuple[str, ...], rank: int) -> dict[str, torch.Tensor]:
     """Return what a rank begins with: whole tensors, and buffers."""
     policy = divided(model, True, settings, rank).policy

@@ -135,7 +135,8 @@ class PolicyTable(Table):
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
     attention: Literal["auto", "eager", "sdpa"] = key(
-        "auto", "attention in transformers; auto: eager on a CPU up to 320 tokens, else sdpa"
+        "auto",
+        "attention in transformers; auto: sdpa; eager without it, and on a CPU up to 320 tokens",
     )
     share_prompt: bool = key(True, "run a prompt once for all its responses")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
@@ -234,7 +235,7 @@ class TrainerTable(Table):
     )
     token_budget: Positive = key(
         16_384,
-        "tokens per forward and backward pass, padding included; a shared prompt counts once",
+        "tokens per forward and backward pass, response padding aside; a shared prompt counts once",
     )
     compile: bool = key(False, "compile the model's layers (torch.compile); docs/performance.md")
     devices: Positive = key(

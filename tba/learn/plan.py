@@ -74,16 +74,18 @@ def slots(
     """
     if ranks == 1:
         alone = []
-        for part in chunks(batch, token_budget):
-            cut = list(pieces(batch.groups(part), token_budget))
+        for part in chunks(batch, token_budget, share_prompt):
+            cut = list(pieces(batch.groups(part), token_budget, share_prompt))
             alone.append(Slot((tuple(part),), (Shape(),) * len(cut)))
         return alone
-    divided = [_items(batch, own, token_budget) for own in _shares(batch, ranks)]
+    shares = _shares(batch, ranks, share_prompt)
+    divided = [_items(batch, own, token_budget, share_prompt) for own in shares]
     aligned = []
     for number in range(max(len(items) for items in divided)):
         items = [items[number] if number < len(items) else [] for items in divided]
         groups = tuple(tuple(item) for item in items)
-        divided_groups = [list(pieces(batch.groups(g), token_budget)) for g in groups if g]
+        own_batches = [batch.groups(g) for g in groups if g]
+        divided_groups = [list(pieces(own, token_budget, share_prompt)) for own in own_batches]
         shapes = []
         for place in range(max(map(len, divided_groups))):
             own = [each[place] for each in divided_groups if place < len(each)]
@@ -106,9 +108,9 @@ def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
     return Shape("cached", max(len(plan.passes) for plan in cached))
 
 
-def _shares(batch: TokenBatch, ranks: int) -> list[list[int]]:
+def _shares(batch: TokenBatch, ranks: int, share_prompt: bool) -> list[list[int]]:
     """Return the groups of each rank: the longest first, to the rank with the fewest tokens."""
-    costs = [cost(batch, [b]) for b in range(len(batch))]
+    costs = [cost(batch, [b], share_prompt) for b in range(len(batch))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for b in sorted(range(len(batch)), key=lambda b: -costs[b]):
@@ -118,42 +120,46 @@ def _shares(batch: TokenBatch, ranks: int) -> list[list[int]]:
     return shares
 
 
-def _items(batch: TokenBatch, own: Sequence[int], token_budget: int) -> list[list[int]]:
+def _items(
+    batch: TokenBatch, own: Sequence[int], token_budget: int, share_prompt: bool
+) -> list[list[int]]:
     """Divide the groups of a rank into micro-batches, those of most pieces and tokens first."""
     if not own:
         return []
-    items = [[own[b] for b in part] for part in chunks(batch.groups(own), token_budget)]
+    parts = chunks(batch.groups(own), token_budget, share_prompt)
+    items = [[own[b] for b in part] for part in parts]
 
     def size(item: list[int]) -> tuple[int, int]:
-        return len(list(pieces(batch.groups(item), token_budget))), cost(batch, item)
+        cut = list(pieces(batch.groups(item), token_budget, share_prompt))
+        return len(cut), cost(batch, item, share_prompt)
 
     return sorted(items, key=size, reverse=True)
 
 
-def imbalance(batch: TokenBatch, slots: Sequence[Slot]) -> float:
+def imbalance(batch: TokenBatch, slots: Sequence[Slot], share_prompt: bool) -> float:
     """Return by how much the rank with the most tokens has more than the mean."""
     tokens = np.zeros(len(slots[0].groups))
     for slot in slots:
-        tokens += [cost(batch, groups) if groups else 0 for groups in slot.groups]
+        tokens += [cost(batch, own, share_prompt) if own else 0 for own in slot.groups]
     return float(tokens.max() / tokens.mean() - 1)
 
 
-def chunks(batch: TokenBatch, token_budget: int) -> Iterator[list[int]]:
+def chunks(batch: TokenBatch, token_budget: int, share_prompt: bool) -> Iterator[list[int]]:
     """Yield the groups of each micro-batch: at most `token_budget` tokens of them if possible."""
     part: list[int] = []
     # groups of similar length together: less padding
     for b in torch.argsort(batch.present.sum(-1).amax(1), stable=True).tolist():
-        if part and cost(batch, [*part, b]) > token_budget:
+        if part and cost(batch, [*part, b], share_prompt) > token_budget:
             yield part
             part = []
         part.append(b)
     yield part
 
 
-def pieces(batch: AnyBatch, token_budget: int) -> Iterator[AnyBatch]:
+def pieces(batch: AnyBatch, token_budget: int, share_prompt: bool) -> Iterator[AnyBatch]:
     """Yield pieces of a batch along K, each of at most `token_budget` tokens if possible."""
     prompts = len(batch) * int(batch.prompt_mask.sum(-1).max())
-    again = prompts if batch.restarts.any() else 0  # rows of contexts do not share the prompt
+    again = prompts if not share_prompt or batch.restarts.any() else 0
     start = 0
     tokens = 0
     for k, added in enumerate((batch.present.sum((0, 2)) + again).tolist()):
@@ -173,13 +179,14 @@ def filler(batch: AnyBatch) -> AnyBatch:
     return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
 
 
-def cost(batch: TokenBatch, groups: Sequence[int]) -> int:
+def cost(batch: TokenBatch, groups: Sequence[int], share_prompt: bool) -> int:
     """Return the tokens that the policy runs over for these groups.
 
-    Each prompt counts once, or once more for each response where one has several contexts.
+    Each prompt counts once, and once more for each response if these have rows of their own.
     """
     longest = int(batch.prompt_mask[list(groups)].sum(-1).max())
-    times = 1 + batch.samples * int(batch.restarts[list(groups)].any())
+    apart = not share_prompt or bool(batch.restarts[list(groups)].any())
+    times = 1 + batch.samples * apart
     return len(groups) * times * longest + int(batch.present[list(groups)].sum())
 
 

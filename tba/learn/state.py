@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tba.config.tables import PolicyTable
 from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
-from tba.weights import Stored, check_same_model, stored_in, trained, whole
+from tba.models.pretrained import load_model
+from tba.weights import Stored, check_same_model, in_memory, stored_in, trained, whole
 
 MODEL = "model"
 TRAINER = "trainer.json"
@@ -44,14 +46,14 @@ def save(
     model = policy.model
     part = Part(rank, ranks)
     adapted = is_adapted(model)
-    # PEFT reads one file; a mixture of experts has other tensors in its files than in its model
-    together = adapted or bool(vars(model).get("_weight_conversions"))
+    # a mixture of experts has other tensors in its files than in its model
+    converted = not adapted and bool(vars(model).get("_weight_conversions"))
+    together = adapted or converted  # PEFT reads one file
     tensors = trained(model) if adapted else _distinct(model)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     weights, owners = part.take(tensors, together)
-    head: dict[str, Tensor] = {}
-    if policy.readout is not None:
-        head, _ = part.take(policy.readout.state_dict(), together=True)
+    readout = {} if policy.readout is None else policy.readout.state_dict()
+    head, _ = part.take(readout, together=True)
     states = {}
     for name, parameter in policy.named_parameters():
         # in the same order in a resumed run, so that the same rank writes the same tensors
@@ -60,17 +62,17 @@ def save(
     moments, _ = part.take(states)
     if rank == 0:
         moments[RNG] = torch.get_rng_state()
-    text = json.dumps({"first_model": first_model, "schedule": schedule.state_dict()})
+    about = {"first_model": first_model, "schedule": schedule.state_dict(), "converted": converted}
+    text = json.dumps(about)
 
     def write() -> None:
         # in another thread: not by `model.state_dict`, which divides the tensors of a running pass
-        if adapted and rank == 0:
-            save_adapter(model, weights, folder / MODEL)
-        elif together or ranks == 1:
-            if rank == 0:
-                model.save_pretrained(folder / MODEL, state_dict=weights)
-        else:
+        if ranks > 1 and not together:
             _write_part(folder, model, weights, owners, part, total)
+        elif adapted and rank == 0:
+            save_adapter(model, weights, folder / MODEL)
+        elif rank == 0:
+            model.save_pretrained(folder / MODEL, state_dict=weights)
         save_file(moments, folder / part.file(OPTIMIZER))
         if head:
             save_file(head, folder / HEAD)
@@ -214,8 +216,10 @@ def fingerprint(model: Any) -> str:
 
 
 def stored_model(folder: Path) -> dict[str, Stored]:
-    """Return the weights in a checkpoint by name: the model's, or its adapter's."""
+    """Return the weights in a checkpoint by their names in the model or its adapter."""
     adapter = folder / MODEL / ADAPTER
     if adapter.is_file():
         return {own_name(name): stored for name, stored in stored_in([adapter]).items()}
+    if json.loads((folder / TRAINER).read_text("utf-8")).get("converted"):
+        return in_memory(_distinct(load_model(PolicyTable(model=str(folder / MODEL)), "auto")))
     return stored_in((folder / MODEL).glob("*.safetensors"))

@@ -152,7 +152,7 @@ class SingleTrainer:
         self._check_reference(metrics.pop("from_ref"), step)
         metrics["batch/padding"] = sum(r.padding for r in ran) / sum(r.tokens for r in ran)
         if self.ranks > 1:
-            metrics["batch/imbalance"] = plan.imbalance(batch, slots)
+            metrics["batch/imbalance"] = plan.imbalance(batch, slots, self.policy.share_prompt)
         metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -230,7 +230,8 @@ class SingleTrainer:
         if chunk is not None and len(slot.shapes) == 1:
             return self._loss_of(self._forward(chunk, slot.shapes[0]), chunk, batch, objective)
         budget = self.setup.config.trainer.token_budget
-        pieces = [] if chunk is None else list(plan.pieces(chunk, budget))
+        shared = self.policy.share_prompt
+        pieces = [] if chunk is None else list(plan.pieces(chunk, budget, shared))
         missing = len(slot.shapes) - len(pieces)
         runs = list(zip(pieces + [plan.filler(batch)] * missing, slot.shapes, strict=True))
         ran = Ran({}, 0, 0)

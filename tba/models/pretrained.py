@@ -319,7 +319,12 @@ def check_model(policy: PolicyTable) -> None:
 
     check_kind(policy)
     with _explained(policy.model, f"policy.model = {policy.model!r}"):
-        load_empty_model(policy)  # a config may not fit the code of its model
+        model = load_empty_model(policy)  # a config may not fit the code of its model
+    if policy.attention == "sdpa" and not model._supports_sdpa:
+        raise ValueError(
+            f"policy.attention = 'sdpa': transformers has no SDPA for a {type(model).__name__};"
+            " set policy.attention=eager, or remove it"
+        )
     check_files(AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code)
 
 

@@ -83,6 +83,7 @@ class ModelSizes:
     keys: int
     """Width of the keys of a token in one layer."""
     vocabulary: int
+    has_sdpa: bool
 
 
 def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
@@ -107,6 +108,7 @@ def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
         keys=(plain.get("head_dim") or hidden // heads)
         * (plain.get("num_key_value_heads") or heads),
         vocabulary=text.vocab_size,
+        has_sdpa=model._supports_sdpa,
     )
 
 
@@ -254,7 +256,8 @@ class Needs:
             responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
             pass_ = np.array(group(self.prompt, responses, length))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
-        if c.policy.attention == "sdpa" or (self.machine.gpus and c.policy.attention == "auto"):
+        is_fastest = c.policy.attention == "auto" and self.machine.gpus
+        if z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
             scores = 0
         shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
         if not c.policy.gradient_checkpointing:

@@ -23,6 +23,7 @@ from tba.models.pretrained import (
     check_kind,
     check_model,
     load_config,
+    load_empty_model,
     load_text,
 )
 from tba.prompt import Prompt
@@ -223,12 +224,13 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
 
 
 def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
-    """Replace attention "auto" by "sdpa" if prompt and response may be too long for eager."""
+    """Replace attention "auto" by "sdpa", if there is, where eager needs too much memory."""
     longest = len(prompts[-1]) + config.sampling.max_tokens
     check_rotary(load_config(config.policy), len(prompts[0]) + 1, longest)
-    if config.policy.attention != "auto" or longest <= EAGER_TOKENS:
-        return config
-    policy = config.policy.model_copy(update={"attention": "sdpa"})
+    policy = config.policy
+    is_too_long = policy.attention == "auto" and longest > EAGER_TOKENS
+    if is_too_long and load_empty_model(policy)._supports_sdpa:
+        policy = policy.model_copy(update={"attention": "sdpa"})
     return config.model_copy(update={"policy": policy})
 
 

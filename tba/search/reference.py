@@ -66,7 +66,7 @@ class Reference:
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 marks = [[marks_of(c) for c in responses[i]] for i in part]
                 batch = collate_tokens([prompts[i] for i in part], tokens, marks)
-                every = plan.pieces(batch, self._token_budget)
+                every = plan.pieces(batch, self._token_budget, self.policy.share_prompt)
                 logps = [self.policy.logp(piece, temperature) for piece in every]
                 arrays = torch.cat(logps, 1).float().cpu().numpy()
                 for i, rows in zip(part, arrays, strict=True):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -136,9 +137,17 @@ class SearchSetup:
         if engine.own_reference:
             return EngineReference()
         if self.config.policy.lora is not None and engine.model is not None:
-            policy = Policy(engine.model, self.sampling.temperature, bf16)
+            policy = self._policy(engine.model, bf16)
             return AdapterReference(policy, self.config.trainer.token_budget, engine.lend)
         return self.reference(device, bf16)
+
+    def _policy(self, model: Any, bf16: bool) -> Policy:
+        """Return a model as a policy that computes as the trainer's does."""
+        c = self.config
+        if bf16 and c.trainer.devices > 1:  # FSDP gathers all parameters in bf16
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return Policy(model, self.sampling.temperature, bf16, c.policy.share_prompt)
 
     def reference(self, device: str, bf16: bool) -> Reference:
         """Load the reference as a model of its own."""
@@ -146,7 +155,7 @@ class SearchSetup:
         kind = Reference if c.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
         model = load_frozen(c.policy, device, bf16, dtype)
-        return kind(Policy(model, self.sampling.temperature, bf16), c.trainer.token_budget)
+        return kind(self._policy(model, bf16), c.trainer.token_budget)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Ranks of a trainer: one plan for all of them, and the gradients of one process."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from build import make, random_batch, trainer
+from build import make, random_batch, setup_of, trainer
 from pair import (
     STILL,
     Pair,
@@ -14,6 +15,7 @@ from pair import (
     divided_gradients,
     gradients,
     loaded_by_three,
+    logp_of,
     open_pair,
     saved_again,
     sent,
@@ -37,7 +39,7 @@ def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks):
         for slot in slots:
             assert len(slot.groups) == ranks
             for own in filter(None, slot.groups):
-                pieces = list(plan.pieces(batch.groups(own), budget))
+                pieces = list(plan.pieces(batch.groups(own), budget, True))
                 assert len(pieces) <= len(slot.shapes)
                 assert sum(piece.samples for piece in pieces) == samples
                 for piece, shape in zip(pieces, slot.shapes, strict=False):
@@ -49,9 +51,9 @@ def test_the_longest_groups_go_to_the_least_loaded_ranks():
     batch = random_batch(0, groups=7, samples=4, longest=100)
     slots = plan.slots(batch, 10**6, 2, share_prompt=True, can_pack=True)
     (slot,) = slots
-    loads = [plan.cost(batch, own) for own in slot.groups]
-    assert plan.imbalance(batch, slots) == pytest.approx(max(loads) / np.mean(loads) - 1)
-    most = max(plan.cost(batch, [b]) for b in range(7))
+    loads = [plan.cost(batch, own, True) for own in slot.groups]
+    assert plan.imbalance(batch, slots, True) == pytest.approx(max(loads) / np.mean(loads) - 1)
+    most = max(plan.cost(batch, [b], True) for b in range(7))
     assert max(loads) - min(loads) <= most
 
 
@@ -98,6 +100,23 @@ def test_gradients_are_those_of_one_process(tied, reshard, settings, make_model,
             torch.testing.assert_close(own[name], gradient, rtol=0, atol=near)
         for name in expected.keys() - {"step_time", "batch/padding"}:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+ALIKE = [(), ("policy.lora.r=4",), ("trainer.weights=bf16",), ("policy.share_prompt=false",)]
+
+
+@pytest.mark.parametrize("settings", ALIKE)
+def test_in_bf16_the_reference_computes_as_ranks_do(settings, make_model, pair):
+    """FSDP rounds embeddings and norms to bf16, too."""
+    if "policy.lora.r=4" in settings:
+        pytest.importorskip("peft")
+    model = make_model(context=256, tied=False)
+    settings = ("policy.autocast=bf16", "reward.isolate=none", *settings)
+    batch = random_batch(2, 5, 3, 40)
+    for logp in pair(logp_of, model, settings, batch):
+        ranks = setup_of(model, *settings, "runtime.use=ray", "trainer.devices=2")
+        with closing(ranks.search_setup().build("cpu", True)) as searcher:
+            assert torch.equal(logp, searcher.reference.policy.logp(batch))
 
 
 @pytest.mark.parametrize("kind", ["tied", "llama", "gpt2", "gpt_neox"])
@@ -156,21 +175,24 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("setting", "tied"),
+    ("setting", "kind"),
     [
-        ("objective=tb", False),
-        ("objective=ppo", True),
-        ("policy.lora.r=4", True),
-        ("trainer.weights=bf16", True),
+        ("objective=tb", "untied"),
+        ("objective=tb", "mixtral"),
+        ("objective=ppo", "tied"),
+        ("policy.lora.r=4", "tied"),
+        ("trainer.weights=bf16", "tied"),
     ],
 )
 def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
-    setting, tied, make_model, pair, tmp_path
+    setting, kind, make_model, pair, tmp_path
 ):
     """One process saves, two load and save, two again, one and three: every tensor is equal."""
     if setting == "policy.lora.r=4":
         pytest.importorskip("peft")
-    model = make_model(tied=tied)
+    model = make_model(tied=kind == "tied")
+    if kind == "mixtral":
+        make(kind).save_pretrained(model)
     folders = [tmp_path / name for name in ("one", "two", "two_again", "again")]
     for folder in folders:
         folder.mkdir()
@@ -200,7 +222,7 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
         pairs = zip(*(model.parameters() for model in models), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
         sizes = [file.stat().st_size for file in sorted((two / "model").glob("*.safetensors"))]
-        assert len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes)
+        assert kind == "mixtral" or (len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes))
 
 
 def test_each_tensor_is_written_by_the_rank_with_the_fewest_bytes():

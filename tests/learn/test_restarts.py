@@ -90,13 +90,13 @@ def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(tiny_model
     whole = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
     for budget in (1, 20, 60):
         policy.zero_grad()
-        for chunk in map(batch.groups, chunks(batch, budget)):
-            for piece in pieces(chunk, budget):
+        for chunk in map(batch.groups, chunks(batch, budget, True)):
+            for piece in pieces(chunk, budget, True):
                 policy(piece).logp.sum().backward()
         parts = [p.grad for p in policy.parameters() if p.grad is not None]
         for a, b in zip(whole, parts, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert cost(batch, [0]) == 4 * 3 + 19
+    assert cost(batch, [0], True) == 4 * 3 + 19
 
 
 def test_ranks_make_one_pass_over_contexts_together(sessions):

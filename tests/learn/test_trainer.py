@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import pack, parameters, trainer
+from build import WIDE, pack, parameters, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import tba.learn.policy
 import tba.runs.setup
@@ -73,13 +74,18 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution():
         assert found[name].item() == pytest.approx(exact, rel=0.03), name
 
 
-def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch):
+@pytest.mark.parametrize("shared", [True, False])
+def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch, shared):
     for budget in (1, 20, 35, 1000):
-        chunks = [batch.groups(part) for part in plan.chunks(batch, budget)]
+        chunks = [batch.groups(part) for part in plan.chunks(batch, budget, shared)]
         assert sum(len(c) for c in chunks) == len(batch)
         assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
-        assert all(len(c) == 1 or plan.cost(c, range(len(c))) <= budget for c in chunks)
-        assert all(sum(p.samples for p in plan.pieces(c, budget)) == batch.samples for c in chunks)
+        assert all(len(c) == 1 or plan.cost(c, range(len(c)), shared) <= budget for c in chunks)
+        pieces = [list(plan.pieces(c, budget, shared)) for c in chunks]
+        assert all(sum(p.samples for p in cut) == batch.samples for cut in pieces)
+        for piece in chain(*pieces):
+            planned = plan.plan_of(piece, shared, can_pack=False)
+            assert piece.samples == 1 or planned.tokens - planned.padding <= budget
 
 
 @pytest.mark.parametrize("groups", [1, 6])
@@ -296,6 +302,17 @@ def test_attention_is_chosen_by_device_and_length(tiny_model, monkeypatch):
     assert chosen("sampling.max_tokens=7") == "sdpa"
     assert chosen("sampling.max_tokens=7", "policy.attention=eager") == "eager"
     assert chosen("policy.attention=sdpa") == "sdpa"
+
+
+def test_a_model_without_sdpa_keeps_eager_attention(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tba.runs.setup, "EAGER_TOKENS", 12)
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
+    config = Gemma2Config(**WIDE, num_key_value_heads=2, head_dim=8)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    policy: Any = trainer(tmp_path, "sampling.max_tokens=7").policy
+    assert policy.model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"no SDPA for a Gemma2ForCausalLM; set policy\.attention"):
+        trainer(tmp_path, "policy.attention=sdpa")
 
 
 def test_the_state_of_another_model_is_refused_whole(tiny_model, toy_model, batch, tmp_path):

@@ -2,17 +2,20 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
-from build import config
+import torch
+from build import config, make, resumes_exactly
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
 from tba.assemble import run
-from tba.runs.log import METRICS, read
-from tba.runs.offline import _model_name, export
+from tba.runs.log import METRICS, read, read_evaluations
+from tba.runs.offline import Result, _model_name, evaluate_run, export
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +84,21 @@ def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path) not in card and str(ended.parent) not in card
     assert 'from_pretrained("out")' in card
+
+
+def test_a_mixture_of_experts_is_resumed_and_evaluated_and_exported(tiny_model, tmp_path):
+    """The model holds the experts of a layer in one tensor; published files have them apart."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    make("mixtral").save_pretrained(model)
+    resumes_exactly(model, tmp_path)
+    part = tmp_path / "part"
+    (*_, last) = read_evaluations(part)
+    again = evaluate_run(part, [], reference=False)
+    assert again["sampled_reward"] == pytest.approx(last["sampled_reward"], abs=1e-6)
+    trained = Result(part).model()
+    reloaded = AutoModelForCausalLM.from_pretrained(export(part, tmp_path / "out"))
+    pairs = zip(trained.parameters(), reloaded.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    files = [load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out")]
+    assert files[0].keys() == files[1].keys()

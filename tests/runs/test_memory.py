@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import module_at
-from transformers import Qwen2Config
+from transformers import Gemma2Config, Qwen2Config
 
 from tba.cli import main
 from tba.config.plugins import with_defaults
@@ -45,6 +45,17 @@ def qwen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def needs(model: Path, *settings: str, gpus: str = "4x80", prompt: int = 300) -> Needs:
     config = with_defaults(load(MATH, [f"policy.model={model}", *settings]))
     return Needs.of(config, planned_machine(gpus), prompt)
+
+
+def test_scores_of_a_model_without_sdpa_are_counted_on_a_gpu(qwen, tmp_path):
+    shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
+    Gemma2Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    for model, is_eager in ((tmp_path, True), (qwen, False)):
+        by_default, eager = (
+            needs(model, f"policy.attention={attention}")._activations()
+            for attention in ("auto", "eager")
+        )
+        assert (by_default == eager) == is_eager
 
 
 def planned(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import programs
@@ -20,6 +21,7 @@ from talk import dialogue_config, dialogue_model
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
+from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
@@ -70,6 +72,25 @@ def test_rollouts_of_a_run_train_as_its_buffer_does(toy_model, tmp_path):
     own = weights(tmp_path / "own")
     for name, tensor in weights(tmp_path / "read").items():
         torch.testing.assert_close(tensor, own[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_for_logged_rollouts_is_gone_when_gpus_get_their_memory_back(
+    toy_model, tmp_path, monkeypatch
+):
+    """A rank may need it that is on the same GPU."""
+    models = []
+    left = []
+
+    def load(*arguments: Any) -> Any:
+        model = load_frozen(*arguments)
+        models.append(ref(model))
+        return model
+
+    monkeypatch.setattr("tba.search.searcher.load_frozen", load)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append([m() for m in models]))
+    file = rows(tmp_path, {"prompt": "1+", "completion": "2", "reward": 1.0})
+    with open_run(toy_config(toy_model, tmp_path / "run", *OFFLINE, f"replay.rollouts={file}")):
+        assert left == [[None]]
 
 
 @pytest.fixture

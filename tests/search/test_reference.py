@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build import pack
+from build import pack, setup_of
 from exact import completed, toy_config
 
 from tba.config.tables import PolicyTable
@@ -121,6 +121,17 @@ def test_a_group_has_the_version_of_its_reference(toy_model, tmp_path):
     assert torch.equal(before.tokens, after.tokens)  # only the reference is another
     assert not torch.equal(before.ref_logp, after.ref_logp)
     torch.testing.assert_close(after.ref_logp, one.reference.policy.logp(after).detach())
+
+
+@pytest.mark.parametrize("lora", [(), ("policy.lora.r=4",)])
+def test_the_reference_shares_prompts_only_if_the_policy_does(lora, tiny_model):
+    if lora:
+        pytest.importorskip("peft")
+    for shared in (True, False):
+        setting = f"policy.share_prompt={str(shared).lower()}"
+        setup = setup_of(tiny_model, setting, "reward.isolate=none", *lora).search_setup()
+        for reference in (setup.reference("cpu", False), setup.build("cpu", False).reference):
+            assert reference.policy.share_prompt == shared
 
 
 def test_an_engine_that_is_its_own_reference_loads_no_model(toy_model, tmp_path, monkeypatch):

@@ -68,9 +68,9 @@ def test_masks_tell_what_was_sampled_from_what_is_there(spread):
     lengths = [[len(t.tokens) for t in g.trajectories] for g in spread]
     assert batch.present.sum(-1).tolist() == lengths
     assert int(batch.mask.sum()) == sum(map(sum, lengths)) - 2 * 6  # six of twelve have a reply
-    for chunk in map(batch.groups, chunks(batch, 30)):
-        assert chunk.tokens.shape[-1] == chunk.present.sum(-1).max()
-    assert sum(int(batch.groups(c).mask.sum()) for c in chunks(batch, 30)) == int(batch.mask.sum())
+    parts = [batch.groups(part) for part in chunks(batch, 30, True)]
+    assert all(part.tokens.shape[-1] == part.present.sum(-1).max() for part in parts)
+    assert sum(int(part.mask.sum()) for part in parts) == int(batch.mask.sum())
 
 
 @pytest.mark.parametrize("layout", ["packed", "cached", "plain"])
