@@ -255,20 +255,34 @@ def load(
     A dict of tables takes the place of a file. ValueError if keys or values are wrong: it names
     each of them and what to type.
     """
-    plain: dict[str, Any] = {}
-    if not isinstance(path, str | Path | Mapping | None):
-        raise ValueError(f"config is of type {type(path).__name__}; pass a dict or a path")
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
-    if isinstance(path, Mapping):
-        plain = deepcopy(dict(path))
-    elif path is not None:
-        file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
-        is_json = file.suffix == ".json" and file.is_file()
-        plain = read_json(file) if is_json else read_toml(file, "config")
+    plain = read_tables({} if path is None else path)
     override_all(plain, overrides)
     return Config(**plain)
+
+
+def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a TOML file or of the config in a run's folder, or a copy of a dict."""
+    if not isinstance(path, str | Path | Mapping):
+        raise ValueError(f"config is of type {type(path).__name__}; pass a dict or a path")
+    if isinstance(path, Mapping):
+        return deepcopy(dict(path))
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    is_json = file.suffix == ".json" and file.is_file()
+    return read_json(file) if is_json else read_toml(file, "config")
+
+
+def lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
+    """Set each key of these tables, as `assign_all` does."""
+    for name, table in tables.items():
+        if isinstance(table, str) and name in PLUGGED:
+            assign_all(plain, {f"{name}.use": table})
+        elif isinstance(table, Mapping):
+            assign_all(plain, {f"{name}.{key}": value for key, value in table.items()})
+        else:
+            plain[name] = table
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, override_all
+from tba.config.schema import Config, lay_over, override_all
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
@@ -178,10 +178,29 @@ def _check_tokenizer(folder: Path) -> None:
         )
 
 
-def stored_config(run: Path, settings: Sequence[str]) -> Config:
-    """Return the config of a run with these settings, whose paths start from the current folder."""
-    tables = log.read_config(run).nested()
+def stored_config(
+    run: Path, settings: Sequence[str] = (), given: Config | Mapping[str, Any] | None = None
+) -> Config:
+    """Return the config of a run with the `given` tables and settings laid over it.
+
+    Their paths start from the current folder. A config that has all tables, as one that was loaded
+    from a run, takes the place of the stored one. The folder, and the rows from Python in it, are
+    where the run is now.
+    """
+    stored = log.read_config(run)
+    tables = stored.nested()
+    if not isinstance(given, Config):
+        lay_over(tables, given or {})
+    elif given.model_fields_set < Config.model_fields.keys():
+        lay_over(tables, given.model_dump(exclude_unset=True, by_alias=True))
+    else:
+        tables = given.nested()
     override_all(tables, settings)
+    for option in ("data", "held_out_data"):
+        file = f"{option}.jsonl"
+        if tables["task"].get(option) == str(Path(stored.run.folder).resolve() / file):
+            tables["task"][option] = str(run.resolve() / file)
+    tables["run"]["folder"] = str(run.resolve())
     return placed(Config(**tables))
 
 
