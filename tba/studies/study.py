@@ -149,11 +149,13 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
 
 
 def check_study(study: Study) -> list[Config]:
-    """Return the config of every trial, after all checks; models and data are read once."""
+    """Return the config that every run will store, after all checks; data are read once."""
+    from tba.runs.checks import placed
     from tba.runs.setup import check
 
-    configs = [study.config(trial) for trial in study.trials]
-    checked = set()
+    configs = [placed(study.config(trial)) for trial in study.trials]
+    stored = []
+    checked: dict[str, int] = {}  # training prompts
     for trial, config in zip(study.trials, configs, strict=True):
         tables = config.nested()
         read = json.dumps([tables[name] for name in READ], sort_keys=True)
@@ -162,9 +164,9 @@ def check_study(study: Study) -> list[Config]:
             plugins.objective.at(0)
             plugins.strategy.build()
             if read not in checked:
-                check(config)
-        checked.add(read)
-    return configs
+                checked[read] = len(check(config).prompts)
+            stored.append(config.within_epochs(checked[read]))
+    return stored
 
 
 def _where(trial: Trial) -> str:
