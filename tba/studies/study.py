@@ -6,6 +6,7 @@ each. Only `check_study` imports torch, so that mistakes in the file are reporte
 
 import itertools
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from tba.config.plugins import resolve_all
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
+
+log = logging.getLogger(__name__)
 
 STUDY = "study.json"
 RESULTS = "results.json"
@@ -281,15 +284,17 @@ def scores(run: Path) -> dict[str, float]:
 
 
 def metric_of(known: Mapping[str, float], metric: str | None) -> str:
-    """Return the score that runs are compared by. ValueError if a run has scores without it."""
-    if metric is None:
-        return next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
-    if known and metric not in known:
-        raise ValueError(
-            f"study.metric = {metric!r}: the runs have no such score;"
-            f" set study.metric to one of {', '.join(known)}"
-        )
-    return metric
+    """Return the score that runs are compared by: the default, with a warning, if they lack it."""
+    if metric is not None and (not known or metric in known):
+        return metric
+    default = next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
+    if metric is not None:
+        log.warning(
+            "study.metric = %r: the runs have no such score, and are compared by %s; set"
+            " study.metric to one of %s, and type the same command", metric, default,
+            ", ".join(known),
+        )  # fmt: skip
+    return default
 
 
 def phrase(key: str, value: Any) -> str:
