@@ -276,13 +276,13 @@ def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 def lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
     """Set each key of these tables, as `assign_all` does."""
+    values: dict[str, Any] = {}
     for name, table in tables.items():
-        if isinstance(table, str) and name in PLUGGED:
-            assign_all(plain, {f"{name}.use": table})
-        elif isinstance(table, Mapping):
-            assign_all(plain, {f"{name}.{key}": value for key, value in table.items()})
+        if isinstance(table, Mapping):
+            values |= {f"{name}.{key}": value for key, value in table.items()}
         else:
-            plain[name] = table
+            values[f"{name}.use" if name in PLUGGED else name] = table
+    assign_all(plain, values)
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -330,11 +330,15 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set each `table.key`; the value None takes a key out.
 
     A key that names another plug-in drops the options of the previous one.
-    Of `run.steps` and `run.epochs`, one that is set takes the place of the other.
+    Of `run.steps` and `run.epochs`, one that is set takes the place of the other. With
+    `eval.patience`, `checkpoint.keep_best` is again by default what patience makes it.
     """
-    for name, other in (("run.steps", "epochs"), ("run.epochs", "steps")):
-        if name in values and f"run.{other}" not in values and isinstance(plain.get("run"), dict):
-            plain["run"].pop(other, None)
+    pairs = [("run.steps", "run.epochs"), ("run.epochs", "run.steps")]
+    for name, other in (*pairs, ("eval.patience", "checkpoint.keep_best")):
+        table, _, last = other.partition(".")
+        is_set = values.get(name) is not None and other not in values
+        if is_set and isinstance(plain.get(table), dict):
+            plain[table].pop(last, None)
     # Keys that name a plug-in go first, so that options given beside them stay.
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")

@@ -6,8 +6,10 @@ import pytest
 from build import stopped
 
 import tba
+from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.runs.checkpoint import without_better
+from tba.runs.checks import stored_config
 from tba.runs.generations import generations, step_of
 from tba.runs.setup import check
 
@@ -87,6 +89,18 @@ def test_a_run_that_was_stopped_keeps_its_patience(tmp_path):
     config = load(None, [*SMALL, *own, "run.steps=30", f"run.folder={folder}"])
     assert not stopped(config, 4).finished
     assert tba.train(load(folder), folder).summary.steps == 6
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, tmp_path):
+    folder = tmp_path / "run"
+    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
+    assert not load(folder).checkpoint.keep_best
+    assert stored_config(folder, ["eval.patience=2"]).checkpoint.keep_best
+    assert stored_config(folder, given={"eval": {"patience": 2}}).checkpoint.keep_best
+    tables = {"eval": {"patience": 2}, "checkpoint": {"keep_best": False}}
+    explicit = stored_config(folder, given=dict([*tables.items()][::order]))
+    assert (explicit.eval.patience, explicit.checkpoint.keep_best) == (2, False)
 
 
 def test_patience_needs_evaluations():
