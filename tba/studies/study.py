@@ -184,7 +184,10 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
         if folders[trial.folder] > 1:
-            raise ValueError(f"{_where(trial)}: two runs have this name; remove the repeated value")
+            raise ValueError(
+                f"{_where(trial)}: two runs have this name; remove the repeated value, or write"
+                " both values as variants, each with a label"
+            )
     return trials
 
 

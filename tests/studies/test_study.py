@@ -98,6 +98,10 @@ MISTAKES = {
         ('"run.seed" = [0]', '"run.seed" = [0, 0]'),
         "use=tb,learning_rate=0.001,seed=0: two runs have this name; remove the repeated value",
     ),
+    "values that are alike in the name of a run": (
+        ('"run.seed" = [0]', '"run.seed" = [0]\n"objective.beta" = [[1, 2], "1-2"]'),
+        "two runs have this name; remove .*, or write both values as variants, each with a label",
+    ),
     "no setting": (
         ('"run.seed" = 1', "seed = 1"),
         """'seed' is no setting; write "table.key" = """,
