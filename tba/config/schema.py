@@ -271,7 +271,10 @@ def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     is_json = file.suffix == ".json" and file.is_file()
-    return read_json(file) if is_json else read_toml(file, "config")
+    plain = read_json(file) if is_json else read_toml(file, "config")
+    if "grid" in plain:
+        raise ValueError(f"{file} is a study; type `tba sweep {file}`")
+    return plain
 
 
 def lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
@@ -352,7 +355,9 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
             table[name] = inner
             table = inner
         if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
-            table.clear()
+            own = inner_table(Config.model_fields[path[0]])
+            for option in table.keys() - (own.model_fields if own else {}):
+                del table[option]
         if values[key] is None:
             table.pop(last, None)
         else:
@@ -394,6 +399,8 @@ def elsewhere(where: str, options: Collection[str] = ()) -> str:
     if place.startswith(NONE):
         why = place.removeprefix(NONE)
         return f"{name} has no counterpart here{why}; docs/from_trl.md says more"
+    if place == where:
+        return f"write {name} into its table, {table}"
     own = place.removeprefix(f"{table}.")
     of_other_plugin = own != place and own.isidentifier() and own not in options
     if not place or (table in PLUGGED and of_other_plugin):
