@@ -53,10 +53,12 @@ def _absolute(key: str, value: Any) -> Any:
         return {name: _absolute(str(name), inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([_absolute(key, inner) for inner in value])
-    if not isinstance(value, str) or key == "use":
+    if not isinstance(value, str):
         return value
     file, colon, function = value.rpartition(":")
     if not file.endswith(".py"):
+        if key == "use":  # the name of a plug-in
+            return value
         file = value
         colon = function = ""
     is_written = re.search(r"\w[/.]|[/.]\w", file) or key.endswith(("model", "data", "from"))
@@ -209,7 +211,7 @@ def check_resumed(config: Config, before: Config) -> None:
     then = _decisive(before)
     changes = []
     for key, value in _decisive(config).items():
-        is_unused = key == VALUES and value is None
+        is_unused = key in (VALUES, "replay.rollouts") and value is None
         if value != then[key] and not is_unused:
             changes.append(f"{key} = {value}, but the run has {then[key]}")
     if changes:
@@ -228,6 +230,7 @@ def _decisive(config: Config) -> dict[str, Any]:
         "the head of objective.use": objective.head and objective.head.on,
         "trainer.optimizer": config.trainer.optimizer,
         "trainer.weights": config.trainer.weights,
+        "replay.rollouts": config.replay.rollouts,
         VALUES: objective.value_rollouts and objective.value_rollouts.step_tokens,
     }
 

@@ -109,9 +109,15 @@ def described(groups: Sequence[Group], config: Config) -> str:
     """Return in words how many rollouts there are, and how often each is trained on, if known."""
     samples = sum(len(group.trajectories) for group in groups)
     counts = f"{samples:,} logged rollouts of {len(groups):,} prompts"
+    buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
+    buffer.add(groups, now=0)
+    evicted = buffer.counts["evicted_per_prompt"] + buffer.counts["evicted_capacity"]
+    if evicted:
+        limits = f"replay.per_prompt = {buffer.per_prompt} and capacity = {buffer.capacity}"
+        counts += f"; {limits} keep {len(buffer):,} of {len(buffer) + evicted:,} distinct ones"
     if config.runtime.searchers != 0:
         return counts
-    times = config.run.steps * config.trainer.batch_size / samples
+    times = config.run.steps * config.trainer.batch_size / (samples - evicted)
     return f"{counts}; each is trained on {times:.1f} times on average"
 
 
