@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba.config.schema import Config, load, read_tables
+from tba.config.schema import Config, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,11 +96,10 @@ def _checked(
     from tba.tasks._memory import passed_from_python
 
     folder = None if resume is None else Path(resume)
-    if folder is None:
-        settings = placed(config if isinstance(config, Config) else load(config))
+    if folder is not None:
+        settings = stored_config(folder, given=config)
     else:
-        given = config if isinstance(config, Config) else read_tables(config)
-        settings = stored_config(folder, given=given)
+        settings = placed(config if isinstance(config, Config) else load(config))
     announce(settings)
     passed = passed_from_python(data, held_out_data, reward)
     check_start(settings, folder, passed)

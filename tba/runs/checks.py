@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, lay_over, override_all
+from tba.config.schema import Config, lay_over, override_all, read_tables
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
@@ -181,9 +181,11 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def stored_config(
-    run: Path, settings: Sequence[str] = (), given: Config | Mapping[str, Any] | None = None
+    run: Path,
+    settings: Sequence[str] = (),
+    given: Config | Mapping[str, Any] | str | Path | None = None,
 ) -> Config:
-    """Return the config of a run with the `given` tables and settings laid over it.
+    """Return the config of a run with the tables that are given, and settings, laid over it.
 
     Their paths start from the current folder. A config that has all tables, as one that was loaded
     from a run, takes the place of the stored one. The folder, and the rows from Python in it, are
@@ -192,7 +194,7 @@ def stored_config(
     stored = log.read_config(run)
     tables = stored.nested()
     if not isinstance(given, Config):
-        lay_over(tables, given or {})
+        lay_over(tables, read_tables({} if given is None else given))
     elif given.model_fields_set < Config.model_fields.keys():
         lay_over(tables, given.model_dump(exclude_unset=True, by_alias=True))
     else:

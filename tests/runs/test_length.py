@@ -103,6 +103,17 @@ def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, tmp_p
     assert (explicit.eval.patience, explicit.checkpoint.keep_best) == (2, False)
 
 
+@pytest.mark.parametrize("setting", ["eval.prompts=7", "eval.seed=2", "task.held_out_size=7"])
+def test_a_resume_with_other_held_out_prompts_is_told_once(setting, tmp_path):
+    folder = tmp_path / "run"
+    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
+    for steps, change in ((2, "eval.every=1"), (3, setting), (4, "eval.every=50")):
+        summary = run(stored_config(folder, [f"run.steps={steps}", change]), folder)
+        told = [text for text in summary.warnings if "other held-out prompts" in text]
+        assert len(told) == (steps > 2)
+    assert told[0].startswith("since step 2, ")
+
+
 def test_patience_needs_evaluations():
     with pytest.raises(ValueError, match=r"eval\.patience needs eval\.every"):
         load(None, ["eval.patience=2", "eval.every=0"])
