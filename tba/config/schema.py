@@ -338,10 +338,10 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
     """
     pairs = [("run.steps", "run.epochs"), ("run.epochs", "run.steps")]
     for name, other in (*pairs, ("eval.patience", "checkpoint.keep_best")):
-        table, _, last = other.partition(".")
+        where, _, taken = other.partition(".")
         is_set = values.get(name) is not None and other not in values
-        if is_set and isinstance(plain.get(table), dict):
-            plain[table].pop(last, None)
+        if is_set and isinstance(plain.get(where), dict):
+            plain[where].pop(taken, None)
     # Keys that name a plug-in go first, so that options given beside them stay.
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")

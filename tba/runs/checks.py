@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, lay_over, override_all, read_tables
+from tba.config.schema import Config, assign_all, lay_over, override_all, read_tables
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
@@ -200,11 +200,12 @@ def stored_config(
     else:
         tables = given.nested()
     override_all(tables, settings)
+    here = {"run.folder": str(run.resolve())}
     for option in ("data", "held_out_data"):
         file = f"{option}.jsonl"
         if tables["task"].get(option) == str(Path(stored.run.folder).resolve() / file):
-            tables["task"][option] = str(run.resolve() / file)
-    tables["run"]["folder"] = str(run.resolve())
+            here[f"task.{option}"] = str(run.resolve() / file)
+    assign_all(tables, here)
     return placed(Config(**tables))
 
 

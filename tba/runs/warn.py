@@ -64,8 +64,8 @@ class Warnings:
         signs = []
         if (step := evaluates_others_since) is not None:
             text = (
-                f"since step {step}, other held-out prompts are evaluated, or in another way; scores"
-                " before do not compare, but count for eval.patience and --step best"
+                f"since step {step}, held-out prompts are others, or evaluated in another way: the"
+                " scores from before do not compare, but count for eval.patience and --step best"
             )
             signs.append((f"evaluated since {step}", text))
         if not trainer.warmup_steps:
