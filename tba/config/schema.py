@@ -99,7 +99,7 @@ class Config(Tables):
                 case str(use):
                     complete[name] = {"use": use}
                 case Mapping() as table if name != "task":
-                    complete[name] = {"use": cls.default_use(name), **table}
+                    complete[name] = {"use": cls.model_fields[name].default.use, **table}
         match complete.get("eval"), complete.get("checkpoint", {}):
             case {"patience": int()}, Mapping() as table:
                 complete["checkpoint"] = {"keep_best": True, **table}
@@ -107,10 +107,6 @@ class Config(Tables):
             case {"weights": "bf16"}, Mapping() as table:
                 complete["policy"] = {"autocast": "bf16", **table}
         return complete
-
-    @classmethod
-    def default_use(cls, table: str) -> str:
-        return cls.model_fields[table].default.use
 
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
@@ -268,24 +264,12 @@ def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config is of type {type(path).__name__}; pass a dict or a path")
     if isinstance(path, Mapping):
         return deepcopy(dict(path))
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     is_json = file.suffix == ".json" and file.is_file()
     plain = read_json(file) if is_json else read_toml(file, "config")
     if "grid" in plain:
         raise ValueError(f"{file} is a study; type `tba sweep {file}`")
     return plain
-
-
-def lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
-    """Set each key of these tables, as `assign_all` does."""
-    values: dict[str, Any] = {}
-    for name, table in tables.items():
-        if isinstance(table, Mapping):
-            values |= {f"{name}.{key}": value for key, value in table.items()}
-        else:
-            values[f"{name}.use" if name in PLUGGED else name] = table
-    assign_all(plain, values)
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -336,12 +320,10 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
     Of `run.steps` and `run.epochs`, one that is set takes the place of the other. With
     `eval.patience`, `checkpoint.keep_best` is again by default what patience makes it.
     """
-    pairs = [("run.steps", "run.epochs"), ("run.epochs", "run.steps")]
-    for name, other in (*pairs, ("eval.patience", "checkpoint.keep_best")):
-        where, _, taken = other.partition(".")
-        is_set = values.get(name) is not None and other not in values
-        if is_set and isinstance(plain.get(where), dict):
-            plain[where].pop(taken, None)
+    others = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
+    others["eval.patience"] = "checkpoint.keep_best"
+    taken_out = {others[name]: None for name in others if values.get(name) is not None}
+    values = {**taken_out, **values}
     # Keys that name a plug-in go first, so that options given beside them stay.
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")
@@ -354,9 +336,9 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
             table[name] = inner
             table = inner
-        if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
-            own = inner_table(Config.model_fields[path[0]])
-            for option in table.keys() - (own.model_fields if own else {}):
+        field = Config.model_fields.get(path[0]) if key in NAMES_PLUGIN else None
+        if field is not None and table.get("use", field.default.use) != values[key]:
+            for option in table.keys() - type(field.default).model_fields.keys():
                 del table[option]
         if values[key] is None:
             table.pop(last, None)

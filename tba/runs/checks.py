@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, assign_all, lay_over, override_all, read_tables
+from tba.config.schema import Config, assign_all, override_all, read_tables
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
@@ -194,9 +194,9 @@ def stored_config(
     stored = log.read_config(run)
     tables = stored.nested()
     if not isinstance(given, Config):
-        lay_over(tables, read_tables({} if given is None else given))
+        _lay_over(tables, read_tables({} if given is None else given))
     elif given.model_fields_set < Config.model_fields.keys():
-        lay_over(tables, given.model_dump(exclude_unset=True, by_alias=True))
+        _lay_over(tables, given.model_dump(exclude_unset=True, by_alias=True))
     else:
         tables = given.nested()
     override_all(tables, settings)
@@ -207,6 +207,17 @@ def stored_config(
             here[f"task.{option}"] = str(run.resolve() / file)
     assign_all(tables, here)
     return placed(Config(**tables))
+
+
+def _lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
+    """Set each key of these tables, as `assign_all` does."""
+    values: dict[str, Any] = {}
+    for name, table in tables.items():
+        if isinstance(table, Mapping):
+            values |= {f"{name}.{key}": value for key, value in table.items()}
+        else:
+            values[f"{name}.use" if name in PLUGGED else name] = table
+    assign_all(plain, values)
 
 
 def check_resumed(config: Config, before: Config) -> None:
