@@ -44,11 +44,12 @@ def train(
     """Carry out a run, as `tba train` does, and return its result.
 
     `config` is a `Config`, its tables as a dict, or the path of a TOML file. `resume` is the folder
-    of a run to resume. `data` and `held_out_data` are rows with a `prompt` column, and `reward` is
-    one function or several with TRL's signature; they take the place of the options of the same
-    names in `[task]`, which may then be left out of the config. `replay` is what a resumed run does
-    with its stored samples: "keep", "rescore" or "drop", as `tba train --rescore` and
-    `--drop-replay`. ValueError before any process starts if something cannot work.
+    of a run to resume, over whose own config these tables are laid. `data` and `held_out_data` are
+    rows with a `prompt` column, and `reward` is one function or several with TRL's signature; they
+    take the place of the options of the same names in `[task]`, which may then be left out of the
+    config. `replay` is what a resumed run does with its stored samples: "keep", "rescore" or
+    "drop", as `tba train --rescore` and `--drop-replay`. ValueError before any process
+    starts if something cannot work.
     """
     from tba.runs.offline import Result
 
@@ -90,16 +91,17 @@ def _checked(
         raise ValueError(
             f'replay = {replay!r}: give "keep", or with resume=RUN also "rescore" or "drop"'
         )
+    from tba.runs.checks import check_start, placed, stored_config
     from tba.runs.console import announce
-
-    settings = config if isinstance(config, Config) else load(config)
-    announce(settings)
-    from tba.runs.checks import check_start, placed
     from tba.tasks._memory import passed_from_python
 
-    passed = passed_from_python(data, held_out_data, reward)
     folder = None if resume is None else Path(resume)
-    settings = placed(settings)
+    if folder is not None:
+        settings = stored_config(folder, given=config)
+    else:
+        settings = placed(config if isinstance(config, Config) else load(config))
+    announce(settings)
+    passed = passed_from_python(data, held_out_data, reward)
     check_start(settings, folder, passed)
     return settings, folder, passed
 

@@ -225,7 +225,7 @@ def rollouts(
 def serve(
     path: Annotated[str, Argument(metavar="MODEL|RUN", help="A model, or the folder of a run.")],
     settings: Settings = None,
-    port: Annotated[int, Option(help="Port on 127.0.0.1; 0: any.")] = 0,
+    port: Annotated[int, Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any.")] = 0,
     step: Step = None,
 ) -> None:
     """Serve a model as task=agent does, to write a program against. Nothing is trained."""

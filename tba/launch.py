@@ -67,12 +67,13 @@ def batch_file(path: Path, settings: Sequence[str], nodes: int, gpus: int | None
             "run.folder is missing: name a folder that all machines see, such as"
             " run.folder=/shared/runs/first; the job is continued from it"
         )
+    run = str(Path(config.run.folder).expanduser())  # the shell expands no quoted ~
     of_run = [each for each in settings if each.partition("=")[0].strip() != "run.folder"]
     start = START.format(
         folder=shlex.quote(str(Path.cwd())),
         programs=shlex.quote(str(Path(sys.executable).parent)),
-        run=shlex.quote(config.run.folder),
-        config=shlex.join([str(path.absolute()), f"run.folder={config.run.folder}"]),
+        run=shlex.quote(run),
+        config=shlex.join([str(path.absolute()), f"run.folder={run}"]),
         settings=shlex.join(of_run),
     )
     requested = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""

@@ -103,6 +103,8 @@ class Run:
         self.requested: dict[int, tuple[int, float]] = {}
         # held-out score of each version that has been evaluated
         self.scores = checkpoint.read_scores(self.folder)
+        is_other = progress.evaluated not in (None, self.parts.evaluated)
+        self.evaluates_others = is_other and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
         if self.out_of_patience:  # the run has ended by it before
             self.patient_since = self.step
@@ -273,6 +275,7 @@ class Run:
             counts=self.tracker.counts(),
             pace=[*self.pace.marks],
             rewards=self.parts.rewards,
+            evaluated=self.parts.evaluated,
         )
         search = self.searchers.state()
         search = replace(search, held=(*self.held, *search.held))
@@ -288,7 +291,7 @@ class Run:
         unlogged = self.evaluating
         self.evaluating = 0
         try:
-            self.warn(self.warnings.start())
+            self.warn(self.warnings.start(self.began if self.evaluates_others else None))
             with self._saving_first():
                 with self.tracker.clock():
                     if self.step < last:  # else it waits for nothing

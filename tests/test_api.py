@@ -189,6 +189,26 @@ def test_a_run_is_resumed_with_the_same_rows(trained):
     assert result.metrics()["step"].tolist() == [1, 2, 3]
 
 
+def test_a_resumed_run_keeps_what_it_is_not_told_to_change(tiny_model, tmp_path):
+    """Also its rows and its folder, if that was moved."""
+    settings = config(tiny_model, tmp_path / "first", "trainer.learning_rate=3e-4")
+    given: dict[str, Any] = {"data": ROWS, "reward": length, "held_out_data": EVALUATED}
+    tba.train(settings, **given)
+    folder = (tmp_path / "first").rename(tmp_path / "run")
+    file = tmp_path / "more.toml"
+    file.write_text("[run]\nsteps = 5\n[trainer]\nweight_decay = 0.1\n")
+    tba.train({"run": {"steps": 3, "folder": "gone"}}, resume=folder, **given)
+    tba.train(tba.Config(run={"steps": 4}), resume=folder, reward=length)
+    tba.train(file, resume=folder, reward=length)
+    (tmp_path / "run").rename(folder := tmp_path / "again")
+    tba.train(tba.load(folder, ["run.steps=6"]), resume=folder, **given)
+    stored = json.loads((folder / CONFIG).read_text())
+    assert (stored["trainer"]["learning_rate"], stored["trainer"]["weight_decay"]) == (3e-4, 0.1)
+    assert (stored["run"]["steps"], stored["run"]["folder"]) == (6, str(folder))
+    assert stored["task"]["data"] == str(folder / "data.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "more.toml"]
+
+
 def test_stored_samples_are_scored_again_by_another_function(tiny_model, tmp_path):
     folder = tmp_path / "run"
     given: dict[str, Any] = {"data": ROWS, "held_out_data": EVALUATED}

@@ -72,6 +72,15 @@ def test_one_machine_with_names_that_a_shell_would_read(is_new, tmp_path, monkey
     assert not list(tmp_path.rglob("made"))
 
 
+def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    config = tmp_path / "run.toml"
+    config.write_text("[run]\nfolder = '~/run'\n")
+    resumed = ["tba", "train", "--resume", str(tmp_path / "run")]
+    assert started(batch_file(config, [], nodes=1, gpus=None), tmp_path)[-4:] == resumed
+
+
 @pytest.mark.parametrize(
     ("settings", "nodes", "error"),
     [

@@ -99,7 +99,7 @@ class Config(Tables):
                 case str(use):
                     complete[name] = {"use": use}
                 case Mapping() as table if name != "task":
-                    complete[name] = {"use": cls.default_use(name), **table}
+                    complete[name] = {"use": cls.model_fields[name].default.use, **table}
         match complete.get("eval"), complete.get("checkpoint", {}):
             case {"patience": int()}, Mapping() as table:
                 complete["checkpoint"] = {"keep_best": True, **table}
@@ -107,10 +107,6 @@ class Config(Tables):
             case {"weights": "bf16"}, Mapping() as table:
                 complete["policy"] = {"autocast": "bf16", **table}
         return complete
-
-    @classmethod
-    def default_use(cls, table: str) -> str:
-        return cls.model_fields[table].default.use
 
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
@@ -255,20 +251,25 @@ def load(
     A dict of tables takes the place of a file. ValueError if keys or values are wrong: it names
     each of them and what to type.
     """
-    plain: dict[str, Any] = {}
-    if not isinstance(path, str | Path | Mapping | None):
-        raise ValueError(f"config is of type {type(path).__name__}; pass a dict or a path")
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
-    if isinstance(path, Mapping):
-        plain = deepcopy(dict(path))
-    elif path is not None:
-        file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
-        is_json = file.suffix == ".json" and file.is_file()
-        plain = read_json(file) if is_json else read_toml(file, "config")
+    plain = read_tables({} if path is None else path)
     override_all(plain, overrides)
     return Config(**plain)
+
+
+def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a TOML file or of the config in a run's folder, or a copy of a dict."""
+    if not isinstance(path, str | Path | Mapping):
+        raise ValueError(f"config is of type {type(path).__name__}; pass a dict or a path")
+    if isinstance(path, Mapping):
+        return deepcopy(dict(path))
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    is_json = file.suffix == ".json" and file.is_file()
+    plain = read_json(file) if is_json else read_toml(file, "config")
+    if "grid" in plain:
+        raise ValueError(f"{file} is a study; type `tba sweep {file}`")
+    return plain
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -316,11 +317,13 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set each `table.key`; the value None takes a key out.
 
     A key that names another plug-in drops the options of the previous one.
-    Of `run.steps` and `run.epochs`, one that is set takes the place of the other.
+    Of `run.steps` and `run.epochs`, one that is set takes the place of the other. With
+    `eval.patience`, `checkpoint.keep_best` is again by default what patience makes it.
     """
-    for name, other in (("run.steps", "epochs"), ("run.epochs", "steps")):
-        if name in values and f"run.{other}" not in values and isinstance(plain.get("run"), dict):
-            plain["run"].pop(other, None)
+    others = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
+    others["eval.patience"] = "checkpoint.keep_best"
+    taken_out = {others[name]: None for name in others if values.get(name) is not None}
+    values = {**taken_out, **values}
     # Keys that name a plug-in go first, so that options given beside them stay.
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")
@@ -333,8 +336,10 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
             table[name] = inner
             table = inner
-        if key in NAMES_PLUGIN and table.get("use", Config.default_use(path[0])) != values[key]:
-            table.clear()
+        field = Config.model_fields.get(path[0]) if key in NAMES_PLUGIN else None
+        if field is not None and table.get("use", field.default.use) != values[key]:
+            for option in table.keys() - type(field.default).model_fields.keys():
+                del table[option]
         if values[key] is None:
             table.pop(last, None)
         else:
@@ -376,6 +381,8 @@ def elsewhere(where: str, options: Collection[str] = ()) -> str:
     if place.startswith(NONE):
         why = place.removeprefix(NONE)
         return f"{name} has no counterpart here{why}; docs/from_trl.md says more"
+    if place == where:
+        return f"write {name} into its table, {table}"
     own = place.removeprefix(f"{table}.")
     of_other_plugin = own != place and own.isidentifier() and own not in options
     if not place or (table in PLUGGED and of_other_plugin):

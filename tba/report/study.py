@@ -182,7 +182,7 @@ def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
     """Draw the page of a study, by default into its folder `report`, and update `results.json`."""
-    name = read_ledger(folder).name
+    ledger = read_ledger(folder)
     rows = write_results(folder)
     page = out or folder / "report"
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
@@ -205,14 +205,15 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         links = [{**run, "link": link_to(folder / run["folder"], page)} for run in runs]
         sections.append({"name": grid, "figures": shown, "runs": links, **section(layout)})
     metric = rows["metric"][0].replace("_", " ")
+    missing = "" if ledger.metric in (None, rows["metric"][0]) else f"; no run has {ledger.metric}"
     facts = {
         "Runs": str(len(rows)),
         "Status": counts(rows["status"]),
-        "Compared by": metric,
+        "Compared by": metric + missing,
         "Time of all runs": duration(rows["seconds"].sum()),
     }
     values = {
-        "title": name, "facts": facts, "sections": sections, "metric": metric,
+        "title": ledger.name, "facts": facts, "sections": sections, "metric": metric,
         "data": {"axes": {}, "runs": []}, **script("uplot.min.js", "charts.js"),
     }  # fmt: skip
     return write_page(page, "study.html", values)

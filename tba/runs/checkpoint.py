@@ -71,6 +71,7 @@ class Progress:
     counts: Mapping[str, float]  # totals of the summary
     pace: Sequence[Sequence[int]] = ((0, 0),)  # marks of `Pace`
     rewards: Mapping[str, str] | None = None  # what has decided those in the buffer
+    evaluated: str | None = None  # digest of what is evaluated
 
 
 def beginning(

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
-from tba.config.schema import Config, override_all
+from tba.config.schema import Config, assign_all, override_all, read_tables
 from tba.config.tables import PLUGGED, PolicyTable, Use
 from tba.models import model_path
 from tba.runs import log
@@ -53,10 +53,12 @@ def _absolute(key: str, value: Any) -> Any:
         return {name: _absolute(str(name), inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([_absolute(key, inner) for inner in value])
-    if not isinstance(value, str) or key == "use":
+    if not isinstance(value, str):
         return value
     file, colon, function = value.rpartition(":")
     if not file.endswith(".py"):
+        if key == "use":  # the name of a plug-in
+            return value
         file = value
         colon = function = ""
     is_written = re.search(r"\w[/.]|[/.]\w", file) or key.endswith(("model", "data", "from"))
@@ -178,11 +180,44 @@ def _check_tokenizer(folder: Path) -> None:
         )
 
 
-def stored_config(run: Path, settings: Sequence[str]) -> Config:
-    """Return the config of a run with these settings, whose paths start from the current folder."""
-    tables = log.read_config(run).nested()
+def stored_config(
+    run: Path,
+    settings: Sequence[str] = (),
+    given: Config | Mapping[str, Any] | str | Path | None = None,
+) -> Config:
+    """Return the config of a run with the tables that are given, and settings, laid over it.
+
+    Their paths start from the current folder. A config that has all tables, as one that was loaded
+    from a run, takes the place of the stored one. The folder, and the rows from Python in it, are
+    where the run is now.
+    """
+    stored = log.read_config(run)
+    tables = stored.nested()
+    if not isinstance(given, Config):
+        _lay_over(tables, read_tables({} if given is None else given))
+    elif given.model_fields_set < Config.model_fields.keys():
+        _lay_over(tables, given.model_dump(exclude_unset=True, by_alias=True))
+    else:
+        tables = given.nested()
     override_all(tables, settings)
+    here = {"run.folder": str(run.resolve())}
+    for option in ("data", "held_out_data"):
+        file = f"{option}.jsonl"
+        if tables["task"].get(option) == str(Path(stored.run.folder).resolve() / file):
+            here[f"task.{option}"] = str(run.resolve() / file)
+    assign_all(tables, here)
     return placed(Config(**tables))
+
+
+def _lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
+    """Set each key of these tables, as `assign_all` does."""
+    values: dict[str, Any] = {}
+    for name, table in tables.items():
+        if isinstance(table, Mapping):
+            values |= {f"{name}.{key}": value for key, value in table.items()}
+        else:
+            values[f"{name}.use" if name in PLUGGED else name] = table
+    assign_all(plain, values)
 
 
 def check_resumed(config: Config, before: Config) -> None:
@@ -190,7 +225,7 @@ def check_resumed(config: Config, before: Config) -> None:
     then = _decisive(before)
     changes = []
     for key, value in _decisive(config).items():
-        is_unused = key == VALUES and value is None
+        is_unused = key in (VALUES, "replay.rollouts") and value is None
         if value != then[key] and not is_unused:
             changes.append(f"{key} = {value}, but the run has {then[key]}")
     if changes:
@@ -209,6 +244,7 @@ def _decisive(config: Config) -> dict[str, Any]:
         "the head of objective.use": objective.head and objective.head.on,
         "trainer.optimizer": config.trainer.optimizer,
         "trainer.weights": config.trainer.weights,
+        "replay.rollouts": config.replay.rollouts,
         VALUES: objective.value_rollouts and objective.value_rollouts.step_tokens,
     }
 

@@ -107,7 +107,7 @@ class Console:
         if s.quarantined:
             rows["prompts quarantined"] = str(s.quarantined)
         if s.ended:
-            rows["ended by"] = f"{s.ended}; --step best is kept"
+            rows["ended by"] = f"{s.ended}; --step best is the best checkpoint"
         if not s.finished:
             rows["resume"] = f"tba train --resume {folder}"
         rows["summary"] = str(folder / SUMMARY)

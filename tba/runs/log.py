@@ -109,6 +109,8 @@ def read_config(run: Path) -> Config:
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
     tables = read_json(run / CONFIG)
+    if "run" not in tables and not is_run(run):
+        raise ValueError(f"{run} is not the folder of a run: its {CONFIG} has no table run")
     with about(str(run / CONFIG)):
         return Config(**tables)
 

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 import torch
@@ -179,6 +180,10 @@ def _weights(generation: Path, config: Config) -> Weights:
 
 def serve(config: Config, run: Path | None, step: int | str | None, port: int) -> None:
     """Serve a model, or a run's checkpoint, as one session that never ends; print each call."""
+    try:
+        create_server(("127.0.0.1", port)).close()  # before a model is loaded
+    except OSError as error:
+        raise ValueError(f"--port {port}: {error.strerror}; choose another one") from error
     device = device_here()
     bf16 = computes_in_bf16(config.policy, device)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
@@ -211,15 +216,16 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
     ValueError, before anything is written, if something is wrong.
     """
     policy = check_export(run, out, adapter)
+    name = out.resolve().name
     with chosen(run, step) as generation:
         if policy.lora is None or adapter:
             shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
         else:
             merged(policy, generation / MODEL).save_pretrained(out)
             load_text(policy).tokenizer.save_pretrained(out)
-        (out / "README.md").write_text(card(run, step_of(generation), out.name, adapter), "utf-8")
-    for file in out.iterdir():
-        file.chmod(0o644)  # safetensors writes files for their owner only
+        (out / "README.md").write_text(card(run, step_of(generation), name, adapter), "utf-8")
+    for path in out.rglob("*"):  # safetensors writes files for their owner only
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return out
 
 

@@ -146,6 +146,8 @@ def plan(
     config: Config, machine: Machine, given: Mapping[str, float], run: Path | None
 ) -> list[str]:
     """Return in words the rates, what to expect of them, and the memory of each process."""
+    if config.runtime.searchers == 0:
+        raise ValueError("runtime.searchers = 0: a plan is for runs that search; set a number")
     config = with_defaults(config)
     needs = Needs.of(config, machine, int(given.get("prompt", 512)))
     rates, origin = rates_of(needs, given, run)
@@ -161,6 +163,7 @@ def plan(
     else:
         busy = ceil(groups_a_step(config) / (one.found * training))
         what = "searchers that keep the trainer busy"
+    busy = max(1, busy)  # without a limit on reuse, one is always enough
     lines.append(f"a step trains for {training:,.3g} s; {what}: {busy}")
     for count in sorted({busy, own.searchers, *FAR}):
         lines.append(_line(forecast(config, rates, published, count), needs))

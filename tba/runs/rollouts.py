@@ -1,7 +1,8 @@
 """Logged rollouts: a file of sessions that the replay buffer begins with, and one of its content.
 
 A row has messages, of which the assistant's are trained on, a text or messages and the whole
-answer to it, or tokens, beside which texts are for people only:
+answer to it, or tokens, beside which texts are for people only. Its `columns`, a table, are for
+reward functions that score it again:
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group": "question 7"}
     {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0}
@@ -66,11 +67,13 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
                 continue
             key = name, prompt.tobytes()
             if key not in groups:
-                own_prompt = Prompt(f"rollouts-{name}", text.prompt(prompt))
+                columns = json.loads(line).get("columns")
+                own = columns if isinstance(columns, dict) else {}
+                own_prompt = Prompt(f"rollouts-{name}", text.prompt(prompt), own)
                 groups[key] = Group(own_prompt, prompt, ())
             trajectory = completion.rewarded(reward, completion.logp)
-            own = groups[key].trajectories
-            groups[key] = replace(groups[key], trajectories=(*own, *[trajectory] * times))
+            before = groups[key].trajectories
+            groups[key] = replace(groups[key], trajectories=(*before, *[trajectory] * times))
     if broken:
         log.warning(
             "replay.rollouts: %d of %d rows are left out: %s%s", len(broken), count,
@@ -106,9 +109,15 @@ def described(groups: Sequence[Group], config: Config) -> str:
     """Return in words how many rollouts there are, and how often each is trained on, if known."""
     samples = sum(len(group.trajectories) for group in groups)
     counts = f"{samples:,} logged rollouts of {len(groups):,} prompts"
+    buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
+    buffer.add(groups, now=0)
+    evicted = buffer.counts["evicted_per_prompt"] + buffer.counts["evicted_capacity"]
+    if evicted:
+        limits = f"replay.per_prompt = {buffer.per_prompt} and capacity = {buffer.capacity}"
+        counts += f"; {limits} keep {len(buffer):,} of {len(buffer) + evicted:,} distinct ones"
     if config.runtime.searchers != 0:
         return counts
-    times = config.run.steps * config.trainer.batch_size / samples
+    times = config.run.steps * config.trainer.batch_size / (samples - evicted)
     return f"{counts}; each is trained on {times:.1f} times on average"
 
 

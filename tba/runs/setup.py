@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.util import find_spec
 
 import numpy as np
@@ -72,6 +73,13 @@ class RunSetup:
     """Digests of what decides rewards, by option."""
     notes: Sequence[str]
     """What the run tells at its start."""
+
+    @property
+    def evaluated(self) -> str:
+        """Digest of the held-out prompts, and of how they are answered."""
+        e = self.config.eval
+        prompts = [(prompt.id, prompt.text) for prompt in self.held_out]
+        return sha256(repr([prompts, e.samples, e.temperature, e.seed]).encode()).hexdigest()
 
     def by_part(self) -> dict[str, list[Prompt]]:
         """Return the training prompts of each part of a mixture; the name of another task is ""."""

@@ -23,6 +23,8 @@ from tba.types import Group
 
 AT_ONCE = 16
 """Groups that are scored at one time."""
+ALONE = "without searchers, nothing is left to train on but the stored samples; start a new run"
+"""Error of an offline run that would have none of its samples left."""
 
 
 def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, str]:
@@ -43,6 +45,8 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
         lost = "the stored samples have value estimates"
     if replay == "rescore" and lost:
         raise ValueError(f"--rescore: {lost}; use --drop-replay, which starts an empty buffer")
+    if replay == "drop" and setup.config.runtime.searchers == 0:
+        raise ValueError(ALONE)
     if replay == "keep" and changed:
         again = "" if lost else "--rescore to score the stored samples again, or "
         raise ValueError(
@@ -70,6 +74,8 @@ def renewed(
         held = ()
     elif replay == "rescore":
         held = rescore(buffer, held, setup.search_setup(), setup.text, device, tell)
+    if c.runtime.searchers == 0 and not len(buffer):
+        raise ValueError(ALONE)
     first = 0 if replay == "keep" or len(buffer) else c.first_fill
     new = c.trainer.groups + len(held) if c.asynchronous else 0  # no step on old data
     progress = replace(progress, missing=max(progress.missing, first, new))

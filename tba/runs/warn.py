@@ -58,10 +58,16 @@ class Warnings:
         """The warnings so far."""
         return list(self._given.values())
 
-    def start(self) -> list[RunWarning]:
+    def start(self, evaluates_others_since: int | None = None) -> list[RunWarning]:
         """Return the warnings that need no metrics."""
         trainer = self._config.trainer
         signs = []
+        if (step := evaluates_others_since) is not None:
+            text = (
+                f"since step {step}, held-out prompts are others, or evaluated in another way: the"
+                " scores from before do not compare, but count for eval.patience and --step best"
+            )
+            signs.append((f"evaluated since {step}", text))
         if not trainer.warmup_steps:
             text = (
                 "trainer.warmup_steps = 0: the first steps have the whole learning rate,"

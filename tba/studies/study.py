@@ -6,6 +6,7 @@ each. Only `check_study` imports torch, so that mistakes in the file are reporte
 
 import itertools
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from tba.config.plugins import resolve_all
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
+
+log = logging.getLogger(__name__)
 
 STUDY = "study.json"
 RESULTS = "results.json"
@@ -149,11 +152,13 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
 
 
 def check_study(study: Study) -> list[Config]:
-    """Return the config of every trial, after all checks; models and data are read once."""
+    """Return the config that every run will store, after all checks; data are read once."""
+    from tba.runs.checks import placed
     from tba.runs.setup import check
 
-    configs = [study.config(trial) for trial in study.trials]
-    checked = set()
+    configs = [placed(study.config(trial)) for trial in study.trials]
+    stored = []
+    checked: dict[str, int] = {}  # training prompts
     for trial, config in zip(study.trials, configs, strict=True):
         tables = config.nested()
         read = json.dumps([tables[name] for name in READ], sort_keys=True)
@@ -162,9 +167,9 @@ def check_study(study: Study) -> list[Config]:
             plugins.objective.at(0)
             plugins.strategy.build()
             if read not in checked:
-                check(config)
-        checked.add(read)
-    return configs
+                checked[read] = len(check(config).prompts)
+            stored.append(config.within_epochs(checked[read]))
+    return stored
 
 
 def _where(trial: Trial) -> str:
@@ -179,7 +184,10 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
         if folders[trial.folder] > 1:
-            raise ValueError(f"{_where(trial)}: two runs have this name; remove the repeated value")
+            raise ValueError(
+                f"{_where(trial)}: two runs have this name; remove the repeated value, or write"
+                " both values as variants, each with a label"
+            )
     return trials
 
 
@@ -279,15 +287,17 @@ def scores(run: Path) -> dict[str, float]:
 
 
 def metric_of(known: Mapping[str, float], metric: str | None) -> str:
-    """Return the score that runs are compared by. ValueError if a run has scores without it."""
-    if metric is None:
-        return next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
-    if known and metric not in known:
-        raise ValueError(
-            f"study.metric = {metric!r}: the runs have no such score;"
-            f" set study.metric to one of {', '.join(known)}"
-        )
-    return metric
+    """Return the score that runs are compared by: the default, with a warning, if they lack it."""
+    if metric is not None and (not known or metric in known):
+        return metric
+    default = next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
+    if metric is not None:
+        log.warning(
+            "study.metric = %r: the runs have no such score, and are compared by %s; set"
+            " study.metric to one of %s, and type the same command", metric, default,
+            ", ".join(known),
+        )  # fmt: skip
+    return default
 
 
 def phrase(key: str, value: Any) -> str:

@@ -129,8 +129,10 @@ def test_a_dry_run_refuses_to_resume_what_is_further(started):
 def test_texts_that_are_no_paths_stay_as_they_are(home, monkeypatch):
     """A full stop is a folder, too."""
     monkeypatch.chdir(home)
-    texts = {"use": "more.py:half", "end": ".", "up": "..", "unit": "m/s", "rows": "./rows.jsonl"}
+    texts = {"use": "more.half", "end": ".", "up": "..", "unit": "m/s", "rows": "./rows.jsonl"}
     settings = [f"task.reward.{name}={text}" for name, text in texts.items()]
     options = placed(load(None, [*settings, "task=custom", "task.system_prompt=."])).task.options
     assert options["system_prompt"] == "."
     assert options["reward"] == {**texts, "rows": str(home / "rows.jsonl")}
+    made = placed(load(None, ["task=custom", "task.reward={use='more.py:half'}"])).task.options
+    assert made["reward"] == {"use": f"{home / 'more.py'}:half"}

@@ -177,6 +177,12 @@ def test_another_plugin_does_not_inherit_options(tmp_path, former, shorthand):
         assert load(path, settings).objective.model_dump() == {"use": "rloo", "beta": 0.3}
 
 
+def test_another_plugin_keeps_the_keys_of_the_table_itself(tmp_path):
+    (tmp_path / "run.toml").write_text("[engine]\nmax_logp_gap = 0.5\ndtype = 'bf16'")
+    engine = load(tmp_path / "run.toml", ["engine=vllm"]).engine
+    assert (engine.max_logp_gap, engine.options) == (0.5, {})
+
+
 @pytest.mark.parametrize("same", ["objective=tb", 'objective.use="tb"'])
 def test_the_same_plugin_keeps_its_options(tmp_path, same):
     (tmp_path / "run.toml").write_text("[objective]\nbeta = 0.2")

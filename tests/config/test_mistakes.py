@@ -39,6 +39,8 @@ MISTAKES = {
     "train --resume nowhere": "nowhere is not the folder of a run",
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
     "train --resume old": "old/config.json: unknown key 'warn.kl': it is gone",
+    "export no_tokenizer out": "no_tokenizer is not the folder of a run: its config.json has",
+    "train study.toml": "study.toml is a study; type `tba sweep study.toml`",
     "train --rescore": "need --resume RUN",
     "train run.folder=used": "holds a run",
     "train run.folder=\udce9": "its name is not UTF-8",
@@ -91,10 +93,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., P
     (made / "rows.jsonl").write_text(rows)
     (made / "score.py").write_text("def f(completions, **columns): return [0.0] * len(completions)")
     (made / "broken.toml").write_text("run = [\n")
+    (made / "study.toml").write_text("[study]\nbase = 'run.toml'\n[[grid]]\nname = 'x'\n")
     (made / "no_tokenizer").mkdir()
     (made / "no_tokenizer" / "config.json").write_text("{}")
     (made / "old").mkdir()
-    (made / "old" / "config.json").write_text('{"warn": {"kl": 1.0}}')
+    (made / "old" / "config.json").write_text('{"run": {}, "warn": {"kl": 1.0}}')
     (made / "used" / "checkpoints").mkdir(parents=True)
     (made / "used" / "config.json").write_text("{}")
     return made
@@ -193,7 +196,7 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
         lambda: tba.train({"run": {"steps": "many"}}),
         "Input should be a valid integer",
     ),
-    "a dotted key": (lambda: tba.train({"run.steps": 5}), "unknown key 'run.steps'"),
+    "a dotted key": (lambda: tba.train({"run.steps": 5}), "write steps into its table, run"),
     "a table that is none": (lambda: Config(trainer=3), "write a table, \\[trainer\\]"),
     "sizes that do not fit": (
         lambda: Config(trainer={"batch_size": 7}),

@@ -21,6 +21,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.dry_run import dry_run
 from tba.runs.log import CONFIG, METRICS, SESSIONS, read
+from tba.runs.rollouts import write_rollouts
 from tba.tasks._source import sources_of
 
 FILE = """
@@ -268,6 +269,30 @@ def test_an_empty_buffer_is_filled_first(tiny_model, user):
     assert steps[-1]["buffer/prompts"] >= 5
     notes = [session["rewards"] for session in read(folder / SESSIONS)]
     assert notes == ["", "stored samples dropped after a change of task.reward"]
+
+
+def test_an_offline_run_is_scored_again_by_its_columns_and_never_emptied(tiny_model, user):
+    """It has nothing else to train on."""
+    rows = [json.dumps({"prompt": f"{i}+1=", "answer": i}) + "\n" for i in range(100, 140)]
+    (user / "data.jsonl").write_text("".join(rows))
+    function = "def ones(completions, answer, **row):\n    return answer\n"
+    (user / "reward.py").write_text(function)
+    run(config(tiny_model, user / "first", *SETTINGS))
+    write_rollouts(user / "first", user / "rollouts.jsonl", None)
+    offline = ("runtime.searchers=0", "replay.rollouts=rollouts.jsonl", "objective.tapered=false")
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, *offline, "reward.max_rejected=1"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for refused in (run, dry_run):
+        with pytest.raises(ValueError, match=r"nothing is left to train on .* start a new run"):
+            refused(_config(["run.steps=3"], folder), folder, "drop")
+    rewrite(user / "reward.py", "return answer", "return [None for _ in answer]")
+    with pytest.raises(ValueError, match="nothing is left to train on"):
+        run(_config(["run.steps=3"], folder), folder, "rescore")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    rewrite(user / "reward.py", "[None for _ in answer]", "[-a for a in answer]")
+    assert run(_config(["run.steps=3"], folder), folder, "rescore").finished
+    assert set(rewarded(folder).values()) <= {float(-i) for i in range(100, 140)}
 
 
 @pytest.mark.parametrize("replay", ["rescore", "drop"])

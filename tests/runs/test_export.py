@@ -1,5 +1,6 @@
 """Exported models have a card."""
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tba
 from tba.assemble import run
+from tba.runs.checkpoint import newest
+from tba.runs.generations import MANIFEST, files_of, sha256_of
 from tba.runs.log import METRICS, read, read_evaluations
 from tba.runs.offline import Result, _model_name, evaluate_run, export
 
@@ -73,13 +76,25 @@ def test_a_card_names_the_base_model_and_no_place(model, name, tmp_path):
     assert _model_name(model.replace("FOLDER", str(tmp_path))) == name
 
 
-def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path):
+def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path, monkeypatch):
+    """Also those in a folder, where tokenizers write further chat templates."""
+    shutil.copytree(ended, tmp_path / "run")
+    generation = newest(tmp_path / "run" / "checkpoints")
+    (generation / "model" / "templates").mkdir()
+    (generation / "model" / "templates" / "tools.jinja").write_text("")
+    (generation / MANIFEST).unlink()
+    digests = {name: sha256_of(path) for name, path in files_of(generation).items()}
+    (generation / MANIFEST).write_text(json.dumps(digests))
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
     mask = os.umask(0o077)
     try:
-        export(ended, tmp_path / "out")
+        export(tmp_path / "run", Path())
     finally:
         os.umask(mask)
-    files = list((tmp_path / "out").iterdir())
+    folder = tmp_path / "out" / "templates"
+    assert folder.stat().st_mode & 0o777 == 0o755
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o644} and len(files) > 4
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path) not in card and str(ended.parent) not in card

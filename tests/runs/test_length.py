@@ -6,8 +6,10 @@ import pytest
 from build import stopped
 
 import tba
+from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.runs.checkpoint import without_better
+from tba.runs.checks import stored_config
 from tba.runs.generations import generations, step_of
 from tba.runs.setup import check
 
@@ -87,6 +89,29 @@ def test_a_run_that_was_stopped_keeps_its_patience(tmp_path):
     config = load(None, [*SMALL, *own, "run.steps=30", f"run.folder={folder}"])
     assert not stopped(config, 4).finished
     assert tba.train(load(folder), folder).summary.steps == 6
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, tmp_path):
+    folder = tmp_path / "run"
+    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
+    assert not load(folder).checkpoint.keep_best
+    assert stored_config(folder, ["eval.patience=2"]).checkpoint.keep_best
+    assert stored_config(folder, given={"eval": {"patience": 2}}).checkpoint.keep_best
+    tables = {"eval": {"patience": 2}, "checkpoint": {"keep_best": False}}
+    explicit = stored_config(folder, given=dict([*tables.items()][::order]))
+    assert (explicit.eval.patience, explicit.checkpoint.keep_best) == (2, False)
+
+
+@pytest.mark.parametrize("setting", ["eval.prompts=7", "eval.seed=2", "task.held_out_size=7"])
+def test_a_resume_with_other_held_out_prompts_is_told_once(setting, tmp_path):
+    folder = tmp_path / "run"
+    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
+    for steps, change in ((2, "eval.every=1"), (3, setting), (4, "eval.every=50")):
+        summary = run(stored_config(folder, [f"run.steps={steps}", change]), folder)
+        told = [text for text in summary.warnings if "held-out prompts are others" in text]
+        assert len(told) == (steps > 2)
+    assert told[0].startswith("since step 2, ")
 
 
 def test_patience_needs_evaluations():

@@ -84,11 +84,18 @@ def test_the_plan_names_its_rates_and_what_is_extrapolated(tiny_model):
     assert plan(c, Machine(0, 0, 1e12), {"decode": 50.0}, None) == lines
 
 
+def test_without_a_limit_on_reuse_one_searcher_is_enough(tiny_model):
+    c = load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "runtime.max_reuse=inf"])
+    lines = plan(c, Machine(0, 0, 1e12), {}, None)
+    assert any(line.endswith("searchers that keep the trainer busy: 1") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         (["--decode", "0"], "--decode 0: give a positive number"),
         (["--gpus", "four"], "--gpus four: write number x GB of each"),
+        (["runtime.use=local", "runtime.searchers=0", "replay.rollouts=x"], "runs that search"),
         (["--run", "nowhere"], "nowhere has no summary.json yet"),
         (["policy.model=/nowhere"], "policy.model = '/nowhere': no such folder"),
     ],

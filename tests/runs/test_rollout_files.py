@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,11 @@ from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
+from tba.runs.checks import stored_config
 from tba.runs.dry_run import dry_run
 from tba.runs.log import CHECKPOINTS
-from tba.runs.rollouts import read_rollouts, write_rollouts
+from tba.runs.offline import serve
+from tba.runs.rollouts import described, read_rollouts, write_rollouts
 from tba.search.chat import shown
 from tba.types import Completion
 
@@ -185,6 +188,31 @@ def test_wrong_settings_are_named(settings, why, toy_model, tmp_path):
         open_run(toy_config(toy_model, tmp_path / "run", *settings)),
     ):
         pass
+
+
+def test_rollouts_are_read_once_and_those_beyond_the_limits_told(toy_model, tmp_path):
+    texts = [{"prompt": "1+1=", "completion": c, "reward": 1.0} for c in "1234"]
+    file = rows(tmp_path, *texts)
+    given = [*OFFLINE, f"replay.rollouts={file}", "replay.per_prompt=3", "run.steps=6"]
+    settings = toy_config(
+        toy_model, tmp_path / "run", *given, "trainer.batch_size=6", "trainer.group_size=3",
+        "sampling.samples=3", "log.console=plain",
+    )  # fmt: skip
+    groups = read_rollouts(file, load_text(settings.policy))
+    assert described(groups, settings) == (
+        "4 logged rollouts of 1 prompts; replay.per_prompt = 3 and capacity = 100000 keep 3 of 4"
+        " distinct ones; each is trained on 12.0 times on average"
+    )
+    run(settings)
+    with pytest.raises(ValueError, match=r"replay.rollouts = /no.jsonl, but the run has .*new run"):
+        run(stored_config(tmp_path / "run", ["replay.rollouts=/no.jsonl"]), tmp_path / "run")
+
+
+def test_a_port_that_is_taken_is_told(toy_model, tmp_path):
+    with socket.socket() as taken, pytest.raises(ValueError, match=r"in use.*; choose another"):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        serve(toy_config(toy_model, tmp_path / "run"), None, None, taken.getsockname()[1])
 
 
 def test_a_dry_run_holds_one_session(config, tmp_path, monkeypatch):

@@ -98,6 +98,10 @@ MISTAKES = {
         ('"run.seed" = [0]', '"run.seed" = [0, 0]'),
         "use=tb,learning_rate=0.001,seed=0: two runs have this name; remove the repeated value",
     ),
+    "values that are alike in the name of a run": (
+        ('"run.seed" = [0]', '"run.seed" = [0]\n"objective.beta" = [[1, 2], "1-2"]'),
+        "two runs have this name; remove .*, or write both values as variants, each with a label",
+    ),
     "no setting": (
         ('"run.seed" = 1', "seed = 1"),
         """'seed' is no setting; write "table.key" = """,
@@ -149,7 +153,7 @@ def test_a_base_file_below_the_base_table_below_the_command_line(tmp_path, tiny_
     assert (config.run.steps, config.run.seed, config.trainer.learning_rate) == (3, 9, 1e-3)
     assert config.objective.use == "tb" and config.objective.options == {"beta": 0.1}
     assert (
-        config.run.folder == "elsewhere/one/run"
+        config.run.folder == str(Path("elsewhere/one/run").absolute())
         and config.log.console == "off"
         and not config.log.tensorboard
     )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,15 @@ def test_the_last_one_counts_if_a_resumed_run_repeated_an_evaluation():
     ]
     metrics = pd.DataFrame(steps + evaluations)
     assert curve(metrics, "x")["score"].to_dict() == {0: 0.1, 2: 0.6}
+
+
+def test_a_metric_that_no_run_has_is_told_and_the_default_drawn(folder, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    replace(read_ledger(folder), metric="reward").write(copy)
+    page = report([copy]).read_text()
+    assert "sampled pass@1; no run has reward" in page
+    assert "set study.metric to one of sampled_pass@1, sampled_log_ratio" in caplog.text
 
 
 def test_a_report_without_data_is_refused_with_what_to_type(folder, tmp_path):

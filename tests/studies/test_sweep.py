@@ -15,13 +15,14 @@ import pytest
 from suite import until
 from toy import Ones
 
+from tba.assemble import run
 from tba.child import Child
 from tba.config.schema import Config
 from tba.prompt import Answer, Prompt
 from tba.runs.log import locked, read
 from tba.runtime.placement import available_cores
-from tba.studies.study import FAILED, Study, read_ledger, read_study, write_results
-from tba.studies.sweep import INTERRUPTED, prepare, sweep
+from tba.studies.study import FAILED, Study, check_study, read_ledger, read_study, write_results
+from tba.studies.sweep import INTERRUPTED, as_left, prepare, sweep
 
 STEPS = 40
 BASE = """
@@ -123,6 +124,25 @@ def test_a_run_of_another_config_is_not_taken_for_this_one(carried_out):
     with pytest.raises(ValueError, match=problem):
         sweep(carried_out, ["trainer.weight_decay=0.5"])
     assert sweep(carried_out, ["log.sample_every=7"]) == 0  # logging does not change a run
+
+
+def test_a_study_with_epochs_and_any_path_is_continued(tmp_path, tiny_model, monkeypatch):
+    """The file of the same data may be written in another way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the study adds to it
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(6)))
+    (tmp_path / "ones.py").write_text("def ones(completions):\n    return [1.0, 0.0] * 2\n")
+    path = write(tmp_path, tiny_model, SEEDS.format([0]))
+    options = 'data = "./rows.jsonl", reward = "./ones.py:ones", held_out_size = 0'
+    text = path.read_text().replace('"toy.Ones"', f'{{ use = "custom", {options} }}')
+    path.write_text(text.replace("steps = 40", "epochs = 1").replace("prompts = 4", "prompts = 0"))
+    (config,) = check_study(read_study(path))
+    assert run(config).steps == 3
+    for data in ("./rows.jsonl", tmp_path / "rows.jsonl", "~/rows.jsonl"):
+        study = read_study(path, [f"task.data={data}"])
+        (config,) = check_study(study)
+        assert as_left(study, study.trials[0], config).status == "finished"
 
 
 @pytest.mark.fault
@@ -231,15 +251,6 @@ def test_a_signal_stops_each_run_once_and_the_sweep_with_its_status(
     assert capsys.readouterr().out.splitlines()[-1] == f"stopped; continue with `tba sweep {path}`"
     assert (study.folder / "all/seed=6/asked").read_text() == "x"
     assert statuses(study) == {"seed=0": "finished", "seed=6": "pending", "seed=7": "finished"}
-
-
-def test_a_metric_that_no_run_has_is_reported_after_the_first(tmp_path, tiny_model, scripted):
-    path = write(tmp_path, tiny_model, SEEDS.format([0]))
-    problem = (
-        "study.metric = 'reward': the runs have no such score; set .* to one of sampled_pass@1"
-    )
-    with pytest.raises(ValueError, match=problem):
-        sweep(path, ["study.metric=reward"])
 
 
 def test_a_dry_run_lists_the_runs_and_starts_none(tmp_path, tiny_model, capsys):
