@@ -128,7 +128,7 @@ def test_a_process_that_dies_costs_the_session_that_ended_it(agent, held):
 
 def test_a_session_that_blocks_the_event_loop_does_not_cost_the_next_ones(agent, held, monkeypatch):
     monkeypatch.setattr(process, "BLOCKED", 0.5)
-    config = agent("blocks", "1", rows=[{"prompt": f"Say {i}"} for i in range(8)], deadline=10.0)
+    config = agent("blocks", "1", rows=[{"prompt": f"Say {i}"} for i in range(8)], deadline=5.0)
     searcher, result = held(config)
     assert dict(result.stats.rejected) == {"timeout": 2}
     again = searcher.search(check(config).prompts[1:3], seed=1)
