@@ -133,8 +133,11 @@ def notes(base_url: str, row: dict[str, Any]) -> float:
 
 
 async def blocks(base_url: str, row: dict[str, Any]) -> float:
-    """Block the event loop of the program's process for one row."""
+    """Block the event loop of the program's process in the first session after another row."""
     if row["prompt"] == "Say 0":
+        Path(row["flag"]).touch()
+    elif not Path(row["flag"]).exists():
+        Path(row["flag"]).touch()
         time.sleep(3600)
     await asyncio.to_thread(ask, base_url, [user("Say")])
     return 1.0

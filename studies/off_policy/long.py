@@ -53,6 +53,7 @@ WORKING = brief(
     objectives=some("tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl"),
     conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
     seconds=60,
+    rates=(3e-6, *MIDDLE),
     given={
         "policy.model": "studies/off_policy/model",
         "task.use": "studies.off_policy.working.WrittenSums",

@@ -317,11 +317,9 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set each `table.key`; the value None takes a key out.
 
     A key that names another plug-in drops the options of the previous one.
-    Of `run.steps` and `run.epochs`, one that is set takes the place of the other. With
-    `eval.patience`, `checkpoint.keep_best` is again by default what patience makes it.
+    Of `run.steps` and `run.epochs`, one that is set takes the place of the other.
     """
     others = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
-    others["eval.patience"] = "checkpoint.keep_best"
     taken_out = {others[name]: None for name in others if values.get(name) is not None}
     values = {**taken_out, **values}
     # Keys that name a plug-in go first, so that options given beside them stay.
@@ -336,10 +334,12 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
                 raise ValueError(f"{key} = {values[key]!r}: {name} is a value, not a table")
             table[name] = inner
             table = inner
-        field = Config.model_fields.get(path[0]) if key in NAMES_PLUGIN else None
-        if field is not None and table.get("use", field.default.use) != values[key]:
-            for option in table.keys() - type(field.default).model_fields.keys():
-                del table[option]
+        if key in NAMES_PLUGIN:
+            own = Config.model_fields[path[0]].default
+            before = Path(table.get("use", own.use))  # a name, or a function of a file
+            if before.absolute() != Path(str(values[key])).absolute():
+                for option in table.keys() - type(own).model_fields.keys():
+                    del table[option]
         if values[key] is None:
             table.pop(last, None)
         else:

@@ -90,7 +90,7 @@ class Tokenizer:
         """Return the tokens of a rendered chat, which has its special tokens as text."""
         ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
         tokens = np.asarray(ids, np.int32)
-        self.check_known(tokens, "it")
+        self.check_known(tokens, "the chat")
         return tokens
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:

@@ -193,10 +193,20 @@ def stored_config(
     """
     stored = log.read_config(run)
     tables = stored.nested()
+    if stored.eval.patience is None and not stored.checkpoint.keep_best:
+        del tables["checkpoint"]["keep_best"]  # its default depends on eval.patience
     if not isinstance(given, Config):
         _lay_over(tables, read_tables({} if given is None else given))
     elif given.model_fields_set < Config.model_fields.keys():
-        _lay_over(tables, given.model_dump(exclude_unset=True, by_alias=True))
+        changes = given.model_dump(exclude_unset=True, by_alias=True)
+        for name in PLUGGED.keys() & changes.keys():
+            default = Config.model_fields[name].default.use
+            if changes[name]["use"] == default != tables[name]["use"]:
+                raise ValueError(
+                    f"{name}.use is {default!r} in this Config, given or not, and"
+                    f" {tables[name]['use']!r} in the run; pass a dict of the tables to change"
+                )
+        _lay_over(tables, changes)
     else:
         tables = given.nested()
     override_all(tables, settings)
@@ -215,8 +225,15 @@ def _lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
     for name, table in tables.items():
         if isinstance(table, Mapping):
             values |= {f"{name}.{key}": value for key, value in table.items()}
+        elif name in PLUGGED:
+            values[f"{name}.use"] = table
         else:
-            values[f"{name}.use" if name in PLUGGED else name] = table
+            raise ValueError(f"{name} = {table!r}: write a table")
+    lora = values.pop("policy.lora", None)
+    if isinstance(lora, Mapping):
+        values |= {f"policy.lora.{key}": value for key, value in lora.items()}
+    elif lora is not None:
+        values["policy.lora"] = lora
     assign_all(plain, values)
 
 

@@ -79,7 +79,9 @@ class RunSetup:
         """Digest of the held-out prompts, and of how they are answered."""
         e = self.config.eval
         prompts = [(prompt.id, prompt.text) for prompt in self.held_out]
-        return sha256(repr([prompts, e.samples, e.temperature, e.seed]).encode()).hexdigest()
+        limit = self.config.sampling.max_tokens
+        answered = [prompts, e.samples, e.temperature, e.seed, limit]
+        return sha256(repr(answered).encode()).hexdigest()
 
     def by_part(self) -> dict[str, list[Prompt]]:
         """Return the training prompts of each part of a mixture; the name of another task is ""."""
@@ -232,7 +234,7 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
 
 
 def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
-    """Replace attention "auto" by "sdpa", if there is, where eager needs too much memory."""
+    """Choose SDPA for attention "auto", if the model has it, where eager needs much memory."""
     longest = len(prompts[-1]) + config.sampling.max_tokens
     check_rotary(load_config(config.policy), len(prompts[0]) + 1, longest)
     policy = config.policy

@@ -23,7 +23,7 @@ from tba.types import Group
 
 AT_ONCE = 16
 """Groups that are scored at one time."""
-ALONE = "without searchers, nothing is left to train on but the stored samples; start a new run"
+ALONE = "runtime.searchers = 0, so that nothing is left to train on; start a new run"
 """Error of an offline run that would have none of its samples left."""
 
 

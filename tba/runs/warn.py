@@ -64,8 +64,9 @@ class Warnings:
         signs = []
         if (step := evaluates_others_since) is not None:
             text = (
-                f"since step {step}, held-out prompts are others, or evaluated in another way: the"
-                " scores from before do not compare, but count for eval.patience and --step best"
+                f"since step {step}, evaluations have other held-out prompts or settings: earlier"
+                " scores cannot be compared with new ones, but count for eval.patience and --step"
+                " best"
             )
             signs.append((f"evaluated since {step}", text))
         if not trainer.warmup_steps:

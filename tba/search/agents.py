@@ -308,7 +308,8 @@ class Agents:
         held = [each.result() for each in started]
         self._endpoint.counts["agents/forks"] += sum(session.forks for session, _ in held)
         s = sampling.samples
-        return self._responses([held[i : i + s] for i in range(0, len(held), s)])
+        groups = [held[i : i + s] for i in range(0, len(held), s)]
+        return self._responses(groups, sampling.max_tokens)
 
     def counts(self) -> Mapping[str, int]:
         """Return the calls since the last time, by metric."""
@@ -355,8 +356,11 @@ class Agents:
             verdict = NO_CALL
         return None if verdict is None else (session, verdict)
 
-    def _responses(self, groups: Sequence[Sequence[Held]]) -> Responses:
-        """Return sessions by prompt, whose tokens are what all sessions about it begin with."""
+    def _responses(self, groups: Sequence[Sequence[Held]], limit: int) -> Responses:
+        """Return sessions by prompt, whose tokens are what all sessions about it begin with.
+
+        `limit` is the most tokens of a reply.
+        """
         # in place of a prompt or a session that does not exist; nothing is made of it
         nothing = np.array([self._text.eos_id], np.int32)
         unsaid = np.array([GIVEN], np.uint8)
@@ -369,17 +373,23 @@ class Agents:
             own = [s.completion(len(prompt)) if s.exchanges else empty for s, _ in group]
             prompts.append(prompt)
             completions.append(own)
-        answers = [[self._answer(*held) for held in group] for group in groups]
+        answers = [[self._answer(*held, limit) for held in group] for group in groups]
         rewards = [[verdict for _, verdict in group] for group in groups]
         return Responses(prompts, completions, answers, rewards=rewards)
 
-    def _answer(self, session: Session, verdict: Verdict) -> Answer | Verdict:
-        """Return a session as what reward functions see."""
+    def _answer(self, session: Session, verdict: Verdict, limit: int) -> Answer | Verdict:
+        """Return a session as what reward functions see.
+
+        It is cut off if its last reply is, but not by a lower limit of the program's own.
+        """
         if isinstance(verdict, Rejected):
             return verdict
         last = session.exchanges[-1]
         turn = last.turn
-        answer = self._text.answer(turn.tokens, turn.finished, (), turn.version)
+        length = len(turn.tokens)
+        is_full = length >= limit or len(last.asked.context) + length >= self._text.context
+        finished = turn.finished or not is_full
+        answer = self._text.answer(turn.tokens, finished, (), turn.version)
         return replace(answer, messages=[*last.asked.messages, last.reply])
 
 

@@ -103,7 +103,8 @@ class Chat:
 
     def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
         """Return the tokens of a prompt with the tools, and with an observation."""
-        return self.text.tokens(self._rendered(self.opening(prompt, observation)))
+        with about(f"prompt {prompt.id!r}"):
+            return self.text.tokens(self._rendered(self.opening(prompt, observation)))
 
     def reply(
         self, last: int, results: Sequence[Message], before: Sequence[Message] = QUESTION
@@ -271,14 +272,14 @@ def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which the assistant's goes on with another one of its own before it."""
+    """Join each message of the assistant with the next one, if that is the assistant's, too."""
     joined: list[Message] = []
     for message in messages:
         before = joined[-1] if joined else {}
         goes_on = before.get("role") == message["role"] == "assistant"
         if goes_on and not before.get("tool_calls"):
-            begun = text_of(joined.pop().get("content"))
-            message = {**message, "content": begun + text_of(message.get("content"))}
+            texts = [text_of(each.get("content")) for each in (joined.pop(), message)]
+            message = {**before, **message, "content": "\n".join(filter(None, texts))}
         joined.append(message)
     return joined
 

@@ -246,9 +246,9 @@ class AgentProcess(Process):
         try:
             verdict = await self.reply(number, seconds)
         except TimeoutError:
-            end = asyncio.create_task(self._end(number))
-            self._ends.add(end)
-            end.add_done_callback(self._ends.discard)
+            others = self.calls - {number}
+            if not await self._is_heard(number) and others and not alone:
+                return None
             limit = f"task.deadline = {self._program.deadline:g} s"
             if seconds < self._program.deadline:
                 limit = "what was left of runtime.task_deadline for its search"
@@ -260,23 +260,36 @@ class AgentProcess(Process):
             return None
         return Rejected(DIED, f"the agent process ended {verdict.how}")
 
-    async def _end(self, number: int) -> None:
-        """Tell a session to end. If it does not, and no other is being held, end the process.
+    async def _is_heard(self, number: int) -> bool:
+        """Tell a session to end; return whether the program's event loop hears of it.
 
-        Also if the program's event loop does not hear of it, because a session blocks it.
+        If it does not, a session blocks it: the process is ended.
         """
         self.send(f"[{number}, null]\n".encode())
-        heard = ended = False
-        while not (heard and ended):
+        try:
+            reply = await self.reply(number, BLOCKED)
+        except TimeoutError:
+            await self.end()
+            reply = NoReply("", beside=True)
+        if reply is not None:  # else it is ending
+            self.forget(number)
+            return not isinstance(reply, NoReply)
+        end = asyncio.create_task(self._end(number))
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
+        return True
+
+    async def _end(self, number: int) -> None:
+        """Wait for a session to end. If it does not, and no other is held, end the process."""
+        ended = False
+        while not ended:
             try:
-                reply = await self.reply(number, GRACE if heard else BLOCKED)
+                await self.reply(number, GRACE)
+                ended = True
             except TimeoutError:
                 self._stuck.add(number)
-                if not heard or self.calls <= self._stuck:
+                if self.calls <= self._stuck:
                     await self.end()
-            else:
-                heard |= reply is None or isinstance(reply, NoReply)
-                ended |= reply is not None
         self._stuck.discard(number)
         self.forget(number)
 
@@ -292,7 +305,7 @@ class AgentProcess(Process):
         )  # fmt: skip
 
     def parse(self, kind: str, value: Any) -> Verdict | None:
-        """Return the verdict that a reply means; None for the news of a start or an end."""
+        """Return a verdict; None for a message that it has started, or that a session is ending."""
         match kind, value:
             case "started" | "ending", _:
                 return None

@@ -43,6 +43,16 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "chat_template_kwargs": ({},),
+    "chat_template": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "stop_token_ids": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "typical_p": (1,),
+    "truncate_prompt_tokens": (),
 }
 """Parameters that would change what is sampled, with the values that do not."""
 
@@ -52,6 +62,7 @@ CODES = {
 
 
 Stop = Annotated[str, Field(min_length=1)]
+"""A stop string; an empty one would end every reply."""
 
 
 class Request(BaseModel, extra="allow"):

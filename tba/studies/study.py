@@ -294,7 +294,7 @@ def metric_of(known: Mapping[str, float], metric: str | None) -> str:
     if metric is not None:
         log.warning(
             "study.metric = %r: the runs have no such score, and are compared by %s; set"
-            " study.metric to one of %s, and type the same command", metric, default,
+            " study.metric to one of %s, and type `tba sweep` again", metric, default,
             ", ".join(known),
         )  # fmt: skip
     return default

@@ -273,7 +273,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         if not inspect.isfunction(function):
-            arguments = {name: value for name, value in arguments.items() if name != "self"}
+            arguments = {n: x for n, x in arguments.items() if n not in ("self", "cls")}
         return function(**arguments)
     names = {p.name for p in parameters}
     return function(**{name: value for name, value in arguments.items() if name in names})

@@ -109,7 +109,7 @@ def test_a_resume_with_other_held_out_prompts_is_told_once(setting, tmp_path):
     run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
     for steps, change in ((2, "eval.every=1"), (3, setting), (4, "eval.every=50")):
         summary = run(stored_config(folder, [f"run.steps={steps}", change]), folder)
-        told = [text for text in summary.warnings if "held-out prompts are others" in text]
+        told = [text for text in summary.warnings if "other held-out prompts" in text]
         assert len(told) == (steps > 2)
     assert told[0].startswith("since step 2, ")
 

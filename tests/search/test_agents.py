@@ -126,13 +126,16 @@ def test_a_process_that_dies_costs_the_session_that_ended_it(agent, held):
     assert [len(group.trajectories) for group in result.groups] == [2, 2, 2]
 
 
-def test_a_session_that_blocks_the_event_loop_does_not_cost_the_next_ones(agent, held, monkeypatch):
+def test_sessions_beside_one_that_blocks_the_event_loop_are_held_again(
+    agent, held, monkeypatch, tmp_path
+):
     monkeypatch.setattr(process, "BLOCKED", 0.5)
-    config = agent("blocks", "1", rows=[{"prompt": f"Say {i}"} for i in range(8)], deadline=5.0)
-    searcher, result = held(config)
-    assert dict(result.stats.rejected) == {"timeout": 2}
-    again = searcher.search(check(config).prompts[1:3], seed=1)
-    assert [len(group.trajectories) for group in again.groups] == [2, 2]
+    rows = [{"prompt": f"Say {i}", "flag": str(tmp_path / "flag")} for i in range(8)]
+    searcher, _ = held(agent("blocks", "1", rows=rows, deadline=3.0))
+    (tmp_path / "flag").unlink()
+    result = searcher.search(check(searcher.setup.config).prompts[1:4], seed=1)
+    assert not result.stats.rejected and not result.died
+    assert [len(group.trajectories) for group in result.groups] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("reward", [None, "blind"])
