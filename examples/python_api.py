@@ -11,6 +11,7 @@ import tba
 from tba.runs.offline import Result
 
 SETTINGS = [
+    "policy.model=bundled:arithmetic",
     "objective=mylab.huber_tb.HuberTB",  # importable: a script's own folder is on the path
     "objective.beta=0.1",
     "sampling.samples=16",

@@ -170,14 +170,22 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
         what = f"the reward scores none of {DUMMY!r} and {tried[1]!r}, which were tried"
         raise ValueError(f"{what} ({own.reason}): {own.detail}")
     line = _in_words(DUMMY, dummy)
+    least = task.pass_reward
+    if least is not None and not isinstance(dummy, Rejected) and dummy >= least:
+        line = f"warning: {line}, which counts as right (task.pass_reward = {least:g})"
     if right is None:
         return [line]
     of_row = f"{_in_words(right, own)}, the answer of row {prompt.id} itself"
     if not _is_low(task, own, dummy):
         return [line, of_row]
-    if task.pass_reward is not None and not isinstance(task, Custom):
+    if least is not None and not isinstance(task, Custom):
         raise ValueError(f"{of_row}; correct the column `answer`")
-    return [line, f"warning: {of_row.removeprefix('warning: ')}"]
+    if not isinstance(own, Rejected):
+        than = (
+            "is not more than the dummy" if least is None else f"is below pass_reward = {least:g}"
+        )
+        of_row = f"warning: {of_row}, {than}"
+    return [line, of_row]
 
 
 def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:

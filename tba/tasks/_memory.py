@@ -77,10 +77,11 @@ def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | N
         return Passed(rows) if rows else None
     functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
     for function in functions:
-        if not callable(function):
+        if inspect.isclass(function) or not callable(function):
             raise ValueError(
                 f"reward= has {function!r}, which is not a function; for"
-                " package.module:function or file.py:function, set task.reward in the config"
+                " package.module:function or file.py:function, set task.reward in the config; of a"
+                " class, pass an instance"
             )
     return Passed(rows, functions)
 

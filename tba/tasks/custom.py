@@ -314,9 +314,16 @@ def reward_function(key: str, named: str | Use) -> RewardFunction:
     gets the table's other keys as arguments.
     """
     if isinstance(named, str):
-        return member(key, named)
+        function = member(key, named)
+        if inspect.isclass(function):
+            advice = f'write {key}={{use="{named}"}}, which makes an instance'
+            raise ValueError(f"{key} = {named!r} is a class; {advice}")
+        return function
     if ":" in named.use:
         factory = member(f"{key}.use", named.use)
+        if "completions" in inspect.signature(factory).parameters:
+            advice = f'write {key}="{named.use}"'
+            raise ValueError(f"{key}.use = {named.use!r} is a reward function; {advice}")
         options = check_options(factory, key, named.use, named.options)
         make: Callable[[], Any] = partial(factory, **read_secrets(options))
     else:

@@ -78,7 +78,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
         "first prompt, 4 tokens:",
         "0+0=",
         f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
-        "warning: reward of '0': 0.1, the answer of row train-0 itself",
+        "warning: reward of '0': 0.1, the answer of row train-0 itself, is not more than the dummy",
         length,
         *memory,
         seconds,
@@ -195,7 +195,7 @@ def test_each_part_of_a_mixture_is_tried(config):
     parts = {"a": part, "b": {**part, "prompt": "{answer}+{prompt}"}}
     _, told = dry_run(config("length", task={"use": "mixture", "parts": parts}))
     value = f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
-    right = "warning: reward of '0': 0.1, the answer of row {}/train-0 itself"
+    right = "warning: reward of '0': 0.1, the answer of row {}/train-0 itself, is not more than the dummy"  # noqa: E501
     first = ["first prompt of a, 4 tokens:", "0+0=", value, right.format("a")]
     second = ["first prompt of b, 6 tokens:", "0+0+0=", value, right.format("b")]
     assert told[:8] == first + second

@@ -159,7 +159,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no factory": ({"use": "factories:at_mots", "limit": 3},
         "task.reward.use = 'factories:at_mots': factories has no function 'at_mots'"),
     "a function instead of a factory": ({"use": "factories:length"},
-        "task.reward.completions is missing: 'factories:length' needs it"),
+        "task.reward.use = 'factories:length' is a reward function; write"),
+    "a class": ("factories:Loads", "task.reward = 'factories:Loads' is a class; write"),
     "a factory of nothing": ({"use": "factories:nothing"},
         "task.reward.use = 'factories:nothing' returns 3; it must return a reward function"),
 }  # fmt: skip
