@@ -184,7 +184,7 @@ def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(
     run(_config(["run.steps=14", "sampling.max_tokens=4"], folder), folder)
     again = capsys.readouterr().out
     after = summary(folder)["warnings"]
-    assert "max_tokens = 3" in before[2] and "max_tokens = 4" in after[2]
+    assert "max_tokens = 3" in before[-1] and "max_tokens = 4" in after[-1]
     assert before[:1] == after[:1] and f"warning: {before[0]}" not in again
     assert list(read_warnings(folder).values()) == after
 
