@@ -101,7 +101,7 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """Tensor in a safetensors file, which is read when it is asked for, whole or a part of it."""
+    """Tensor in a file or in memory, which is read when it is asked for, whole or a part of it."""
 
     shape: tuple[int, ...]
     part: Any

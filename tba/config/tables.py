@@ -1,5 +1,6 @@
 """The tables of a config: every key with its type, default and meaning."""
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,16 @@ PLUGGED = {
 """The tables that name a plug-in, and the folder of each."""
 FILLED_IN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
+
+
+def by_key(name: str, table: Any) -> dict[str, Any] | None:
+    """Return the values of a table by `table.key`; None for what is no table.
+
+    A text in place of a table that names a plug-in is its `use`.
+    """
+    if isinstance(table, Mapping):
+        return {f"{name}.{key}": value for key, value in table.items()}
+    return {f"{name}.use": table} if name in PLUGGED else None
 
 
 def _single(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tba.config.plugins import check_name, resolve, resolve_all
 from tba.config.schema import Config, assign_all, override_all, read_tables
-from tba.config.tables import PLUGGED, PolicyTable, Use
+from tba.config.tables import PLUGGED, PolicyTable, Use, by_key
 from tba.models import model_path
 from tba.runs import log
 from tba.runs.log import check_usable
@@ -223,12 +223,10 @@ def _lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
     """Set each key of these tables, as `assign_all` does."""
     values: dict[str, Any] = {}
     for name, table in tables.items():
-        if isinstance(table, Mapping):
-            values |= {f"{name}.{key}": value for key, value in table.items()}
-        elif name in PLUGGED:
-            values[f"{name}.use"] = table
-        else:
+        own = by_key(name, table)
+        if own is None:
             raise ValueError(f"{name} = {table!r}: write a table")
+        values |= own
     lora = values.pop("policy.lora", None)
     if isinstance(lora, Mapping):
         values |= {f"policy.lora.{key}": value for key, value in lora.items()}

@@ -61,13 +61,14 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
                 continue
             count += 1
             try:
-                name, prompt, completion, reward, times = _read(line, text)
+                row = _row_in(line)
+                name, prompt, completion, reward, times = _read(row, text)
             except Exception as error:  # a row may hold anything
                 broken.append(f"row {number}: {_why(error)}")
                 continue
             key = name, prompt.tobytes()
             if key not in groups:
-                columns = json.loads(line).get("columns")
+                columns = row.get("columns")
                 own = columns if isinstance(columns, dict) else {}
                 own_prompt = Prompt(f"rollouts-{name}", text.prompt(prompt), own)
                 groups[key] = Group(own_prompt, prompt, ())
@@ -155,13 +156,20 @@ def _row(group: Group, t: Trajectory, times: int) -> dict[str, Any]:
     }
 
 
-def _read(line: str, text: Tokenizer) -> tuple[str, np.ndarray, Completion, float, int]:
-    """Return the group, the prompt, the response, its reward and how often it counts."""
+def _row_in(line: str) -> dict[str, Any]:
+    """Return the table that a line has."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE:,} characters")
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("it is no table")
+    return row
+
+
+def _read(
+    row: Mapping[str, Any], text: Tokenizer
+) -> tuple[str, np.ndarray, Completion, float, int]:
+    """Return the group, the prompt, the response, its reward and how often it counts."""
     reward = row["reward"]
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise ValueError(f"reward is {reward!r}, which is no number")

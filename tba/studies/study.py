@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from tba.config.errors import about
 from tba.config.plugins import resolve_all
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
-from tba.config.tables import PLUGGED, Positive, Table
+from tba.config.tables import PLUGGED, Positive, Table, by_key
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
 
 log = logging.getLogger(__name__)
@@ -233,14 +233,10 @@ def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values by `table.key`, with or without quotes; `objective` is `objective.use`."""
     keys: dict[str, Any] = {}
     for key, value in table.items():
-        if "." in key:
-            keys[key] = value
-        elif isinstance(value, dict):
-            keys |= {f"{key}.{inner}": v for inner, v in value.items()}
-        elif key in PLUGGED:
-            keys[f"{key}.use"] = value
-        else:
+        own = {key: value} if "." in key else by_key(key, value)
+        if own is None:
             raise ValueError(f'{where}: {key!r} is no setting; write "table.key" = [values]')
+        keys |= own
     return keys
 
 
@@ -287,17 +283,10 @@ def scores(run: Path) -> dict[str, float]:
 
 
 def metric_of(known: Mapping[str, float], metric: str | None) -> str:
-    """Return the score that runs are compared by: the default, with a warning, if they lack it."""
+    """Return the score that runs are compared by: the default if they lack the one asked for."""
     if metric is not None and (not known or metric in known):
         return metric
-    default = next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
-    if metric is not None:
-        log.warning(
-            "study.metric = %r: the runs have no such score, and are compared by %s; set"
-            " study.metric to one of %s, and type `tba sweep` again", metric, default,
-            ", ".join(known),
-        )  # fmt: skip
-    return default
+    return next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
 
 
 def phrase(key: str, value: Any) -> str:
@@ -328,7 +317,14 @@ def write_results(folder: Path) -> pd.DataFrame:
     """Return a row for each run, in the order of the study; `results.json` has all but `axes`."""
     ledger = read_ledger(folder)
     known = [scores(folder / t.folder) for t in ledger.runs]
-    metric = metric_of(next(filter(None, known), {}), ledger.metric)
+    first = next(filter(None, known), {})
+    metric = metric_of(first, ledger.metric)
+    if ledger.metric not in (None, metric):
+        log.warning(
+            "study.metric = %r: the runs have no such score, and are compared by %s; set"
+            " study.metric to one of %s, and type `tba sweep` again", ledger.metric, metric,
+            ", ".join(first),
+        )  # fmt: skip
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
     table = pd.DataFrame(rows, dtype=object).drop(columns="axes").replace({nan: None})
     write_json(folder / RESULTS, table.to_dict("records"))

@@ -112,8 +112,7 @@ class Sweep:
         outcome = f"failed: {error}"
         if status == "finished":
             known = scores(run)
-            wanted = self.study.table.metric
-            metric = wanted if wanted in known else metric_of(known, None)
+            metric = metric_of(known, self.study.table.metric)
             outcome = f"{metric.removeprefix('sampled_')} {known.get(metric, nan):.3f}"
         total = len(self.trials)
         print(f"[{total - len(self.pending())}/{total}] {trial.folder}  {outcome}", flush=True)
