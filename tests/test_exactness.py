@@ -77,7 +77,7 @@ def test_ray(shallow_toy_model, tmp_path):
     folder = tmp_path / "run"
     config = by_tb(
         shallow_toy_model, folder, "runtime.use=ray", "strategy=recent", "strategy.window=4",
-        "runtime.publish_every=4", "run.steps=152", "eval.prompts=1", "eval.every=76",
+        "runtime.publish_every=4", "run.steps=232", "eval.prompts=1", "eval.every=116",
         "eval.samples=4", "eval.k=[]",
     )  # fmt: skip
     with nothing_is_left() as processes:
@@ -89,7 +89,7 @@ def test_ray(shallow_toy_model, tmp_path):
     assert gaps and max(gaps) < 1e-4
     evaluated = read_evaluations(folder)
     # an evaluation is of the weights that were newest when it was requested
-    assert [scores["step"] for scores in evaluated] == [0, 76, 152]
+    assert [scores["step"] for scores in evaluated] == [0, 116, 232]
     for scores, reference in ((evaluated[0], True), (evaluated[-1], False)):
         again = evaluate_run(folder, [], reference)
         for name in ("greedy_reward", "sampled_reward", "sampled_length", "sampled_log_ratio"):

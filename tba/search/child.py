@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import resource
+import selectors
 import signal
 import socket
 import sys
@@ -133,7 +134,7 @@ class ScoringServer:
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
+        loop = asyncio.SelectorEventLoop(_Selector(self._pid))
         threading.Thread(target=_run_until_stopped, args=[loop], daemon=True).start()
         return loop
 
@@ -148,11 +149,28 @@ class ScoringServer:
         return self._reply(number, "rejected", _as_json(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
-        if os.getpid() != self._pid:  # a function has forked, and left the child here
-            os._exit(1)
+        _end_if_forked(self._pid)
         line = json.dumps([number, kind, value]) + "\n"
         with self._sending:
             self._connection.sendall(line.encode())
+
+
+class _Selector(selectors.DefaultSelector):
+    """Tells the event loop what it waits for, in this process only."""
+
+    def __init__(self, pid: int):
+        super().__init__()
+        self._pid = pid
+
+    def select(self, timeout: float | None = None) -> Any:
+        _end_if_forked(self._pid)  # it would take what wakes the loop of this process
+        return super().select(timeout)
+
+
+def _end_if_forked(pid: int) -> None:
+    """End a process that a function has forked and left here."""
+    if os.getpid() != pid:
+        os._exit(1)
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
