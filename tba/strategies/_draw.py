@@ -19,8 +19,14 @@ def pick(prompts: Int[np.ndarray, " P"], groups: int, rng: np.random.Generator) 
 def by_count(
     count: Int[np.ndarray, " N"], groups: int, size: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "{groups} {size}"]:
-    """Return `size` of all samples for each group, `count[i]` of response i; -1 if fewer."""
+    """Return `size` of all samples for each group, `count[i]` of response i; -1 if fewer.
+
+    No sample is in two groups if there are enough for all.
+    """
     ends = np.cumsum(count)
+    if groups * size <= ends[-1]:
+        samples = distinct(int(ends[-1]), groups * size, rng)
+        return np.searchsorted(ends, samples, side="right").reshape(groups, size)
     drawn = np.full((groups, size), -1)
     for group in drawn:
         samples = distinct(int(ends[-1]), size, rng)

@@ -17,8 +17,9 @@ class Recent:
     """Draws prompts that arrived in the last `window` steps, or the newest if those are too few.
 
     Each group consists of samples that arrived in these steps, or else of the prompt's latest
-    arrival. With a window of one step and as many fresh groups a step as a batch has, this is
-    on-policy training: exactly what just arrived, each sample once, unless `filter_equal` is set.
+    arrival; a prompt has several groups before older prompts are drawn. With a window of one step
+    and as many fresh samples a step as a batch has, this is on-policy training: exactly what just
+    arrived, each sample once, unless `filter_equal` is set.
     """
 
     window: Positive = 1
@@ -35,9 +36,15 @@ class Recent:
     ) -> Int[np.ndarray, "{groups} {size}"]:
         start = now - self.window + 1  # the first step of the window
         first = bisect_left(columns.prompts, start, key=columns.latest.__getitem__)
-        newest = columns.prompts[-max(len(columns.prompts) - first, groups) :]
+        newest = columns.prompts[first:]
         if self.filter_equal:
-            newest = self._unequal(columns, len(newest), groups, start)
+            newest = self._unequal(columns, max(len(newest), groups), groups, start)
+        elif len(newest) < groups:  # a prompt may have arrived several times
+            since = [columns.arrived_since(columns.latest_rows(p, start), start) for p in newest]
+            groups_of = [max(1, int(samples.sum()) // size) for samples in since]
+            newest = np.repeat(newest, np.array(groups_of, int))
+            missing = max(0, groups - len(newest))
+            newest = np.concatenate([columns.prompts[max(0, first - missing) : first], newest])
         drawn = []
         for prompt, times in pick(newest, groups, rng).items():
             rows = columns.latest_rows(prompt, start)
