@@ -40,14 +40,14 @@ def train(run: "Run") -> None:
         metrics = run.trainer.step(collate(groups), step)
         done = step + 1
         run.step = done
-        if due(done, c.policy.reset_reference_every):
-            run.reset_reference()  # first: if publishing fails, the checkpoint has the reference
-        if due(done, c.runtime.publish_every):
-            run.publish()
-        if due(done, c.eval.every) and done < c.run.steps:
-            run.evaluate()
-        run.collect()  # waits for `fresh` groups, none when asynchronous, and within `max_reuse`
-        run.log(metrics, groups)
+        with run.logged(metrics, groups):
+            if due(done, c.policy.reset_reference_every):
+                run.reset_reference()  # first: if publishing fails, the checkpoint has it
+            if due(done, c.runtime.publish_every):
+                run.publish()
+            if due(done, c.eval.every) and done < c.run.steps:
+                run.evaluate()
+            run.collect()  # waits for `fresh` groups (none: asynchronous), and within `max_reuse`
         if due(done, c.checkpoint.every):
             run.save()
 
@@ -178,8 +178,19 @@ class Run:
         except NoAnswerError as error:
             raise RuntimeError(f"the reference could not be replaced: {error}") from error
 
-    def log(self, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Write the metrics of a step, finished evaluations, and a group if one is due."""
+    @contextmanager
+    def logged(self, metrics: dict[str, float], groups: list[Group]) -> Iterator[None]:
+        """Log a step at its end, also if searchers end the run in it, and finished evaluations."""
+        try:
+            yield
+        except (SearchError, NoAnswerError):
+            self._log_step(metrics, groups)
+            raise
+        self._log_step(metrics, groups)
+        self.log_evaluations()
+
+    def _log_step(self, metrics: dict[str, float], groups: list[Group]) -> None:
+        """Write the metrics of a step, and a group if one is due."""
         if self.step == self.began + 1:
             self.keep_config()
         stats = self.searchers.stats
@@ -193,7 +204,6 @@ class Run:
         self.journal.row(self.step, row)
         self.console.step(self.step, row)
         self.warn(self.warnings.step(row))
-        self.log_evaluations()
         every = self.config.log.sample_every
         if due(self.step, every) or (every and self.step == 1):
             self._log_group(groups[0])

@@ -164,13 +164,15 @@ def answered(prompt: Prompt, right: int, answers: int) -> Group:
 def stopped(config: Config, step: int, resume: Path | None = None) -> Summary:
     """Carry out a session that is stopped after a step."""
     with open_run(config, resume) as run:
-        log: Callable[..., None] = run.log
+        original = run.logged
 
-        def logged(*arguments: Any) -> None:
-            log(*arguments)
+        @contextmanager
+        def logged(*arguments: Any) -> Iterator[None]:
+            with original(*arguments):
+                yield
             run.stop.requested = run.step == step
 
-        run.log = logged  # type: ignore[method-assign]
+        run.logged = logged  # type: ignore[method-assign]
         run.stop.requested = run.step == step
         return run.train()
 

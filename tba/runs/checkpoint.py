@@ -249,7 +249,12 @@ def newest(folder: Path, complete: Sequence[Path] | None = None) -> Path:
 
 
 def score_of(scores: Mapping[str, float]) -> float:
-    """Return the held-out score that decides: sampled pass@1, or the reward where there is none."""
+    """Return the held-out score that decides: sampled pass@1, or the reward where there is none.
+
+    An evaluation in which no answer could be scored is never better than another.
+    """
+    if scores.get("sampled_rejected") == 1:
+        return -math.inf
     return scores["sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"]
 
 

@@ -254,6 +254,7 @@ def _decisive(config: Config) -> dict[str, Any]:
     return {
         "sampling.stop": sorted(set(config.sampling.stop)),
         "sampling.temperature": config.sampling.temperature,
+        "policy.eos_token": config.policy.eos_token,
         "policy.lora": lora and lora.model_dump(by_alias=True, exclude_none=True),
         "policy.chat_template_kwargs": config.policy.chat_template_kwargs,
         "the head of objective.use": objective.head and objective.head.on,

@@ -76,11 +76,11 @@ class RunSetup:
 
     @property
     def evaluated(self) -> str:
-        """Digest of the held-out prompts, and of how they are answered."""
+        """Digest of the held-out prompts, and of how they are answered and scored."""
         e = self.config.eval
         prompts = [(prompt.id, prompt.text) for prompt in self.held_out]
         limit = self.config.sampling.max_tokens
-        answered = [prompts, e.samples, e.temperature, e.seed, limit]
+        answered = [prompts, e.samples, e.temperature, e.seed, limit, dict(self.rewards)]
         return sha256(repr(answered).encode()).hexdigest()
 
     def by_part(self) -> dict[str, list[Prompt]]:

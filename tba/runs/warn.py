@@ -163,11 +163,14 @@ class Warnings:
             waited += passed * (row["wait/trainer"] or 0.0)
         full = ended or len(self._steps) == STEPS + 1
         if full and self._config.asynchronous and waited > MOST_WAITING * seconds:
+            runtime = self._config.runtime
+            why = f"it may train on one runtime.max_reuse = {runtime.max_reuse:g} times"
+            if runtime.fresh:
+                why = f"each step needs runtime.fresh = {runtime.fresh} new groups"
             yield (
                 "reuse",
-                f"the trainer waited for new samples in {waited / seconds:.0%} of the last {STEPS}"
-                f" steps' time (more than {MOST_WAITING:.0%}), because it may train on one"
-                f" runtime.max_reuse = {self._config.runtime.max_reuse:g} times; raise"
-                " runtime.searchers, runtime.concurrent_searches, runtime.publish_every or"
-                " trainer.batch_size",
+                f"the trainer waited for new samples in {waited / seconds:.0%} of the last"
+                f" {len(self._steps) - 1} steps' time (more than {MOST_WAITING:.0%}), because"
+                f" {why}; raise runtime.searchers, runtime.concurrent_searches,"
+                " runtime.publish_every or trainer.batch_size",
             )

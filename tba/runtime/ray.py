@@ -92,6 +92,7 @@ class RaySearchers:
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
         self._requested = 0
+        self._owed = 0  # in lockstep: prompts to hand out before rejected ones are made up for
         self._results: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
         self._evaluations = Evaluations(job.setup)
         self._searching = False  # `gather` begins it, after an evaluation that was requested
@@ -137,10 +138,15 @@ class RaySearchers:
                 first = self._settings.start_deadline + self._job.setup.config.eval.deadline
                 what_first = "eval.deadline: the evaluation before the first search"
                 self._wait(self._evaluations.handed_out, first, what_first)
+            first_task = self._number
             self._requested = at_least
             self._searching = True
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
             self._wait(lambda: self._arrived() >= at_least, limit, what)
+            if self._settings.lag is not None and self._arrived() < at_least:
+                # stopped: a resumed run does all these searches again, so that it is reproducible
+                self._number = first_task
+                self._results = {}
             for _, (prompts, result) in sorted(self._results.items()):  # in lockstep, reproducible
                 quarantined = self._stream.done(prompts, result.groups, result.died)
                 self._stats.counts["searchers/quarantined"] += quarantined
@@ -148,6 +154,7 @@ class RaySearchers:
                 groups += result.groups
             self._results = {}
             self._requested = 0
+            self._owed = 0
         return groups
 
     def publish(self, trainer: Trainer, version: int) -> None:
@@ -277,6 +284,7 @@ class RaySearchers:
             if len(handle.work()) >= self._in_flight:
                 return
             prompts = self._stream.take(count)
+            self._owed -= len(prompts)
             seed = self._job.search_seed(self._number)
             self._number += 1
             # in lockstep `send_newest` sends nothing: the weights come with the search
@@ -284,15 +292,20 @@ class RaySearchers:
             handle.search(prompts, seed, weights, self._pool.newest_reference)
 
     def _due(self) -> int:
-        """Return the prompts of the next search; in lockstep, a share of those still owed."""
+        """Return the prompts of the next search; in lockstep, a share of what is still owed.
+
+        There, no search depends on which of the others ends first.
+        """
         most = self._settings.prompts_per_task
         if not self._searching:
             return 0
         if self._settings.lag is None:
             return most
         asked = sum(len(task.prompts) for handle in self._pool.handles for task in handle.tasks)
+        if not asked and not self._owed:
+            self._owed = self._requested - self._arrived()
         share = -(-self._requested // len(self._pool.handles))
-        return max(0, min(most, share, self._requested - self._arrived() - asked))
+        return max(0, min(most, share, self._owed))
 
     def _receive(self, handle: Handle, task: SearcherTask) -> None:
         try:
@@ -362,6 +375,7 @@ class RaySearchers:
                 log.warning("a searcher %s: restarted, its tasks are issued again", why)
             for task in (task for each in lost_handles for task in each.tasks):
                 self._stream.put_back(task.prompts)
+                self._owed += len(task.prompts)
                 if task.piece is not None:
                     self._evaluations.put_back(task.piece)
 

@@ -89,16 +89,16 @@ class PromptStream:
         A prompt whose samples were all rejected has no group. `died` are the ids of the prompts
         that have ended the scoring process.
         """
-        quarantined = 0
+        ended = []
         for prompt in prompts:
             self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
             if prompt.id in died:
-                quarantined += self.died([prompt])
+                ended.append(prompt)
             elif not self._is_left_out(prompt.id):
                 self._deaths.pop(prompt.id, None)
         for group in groups:
             self._selection.learn(group)
-        return quarantined
+        return self.died(ended)
 
     def died(self, prompts: Iterable[Prompt]) -> int:
         """Record that a process ended while it searched or scored these prompts.

@@ -40,9 +40,9 @@ class Recent:
         if self.filter_equal:
             newest = self._unequal(columns, max(len(newest), groups), groups, start)
         elif len(newest) < groups:  # a prompt may have arrived several times
-            since = [columns.arrived_since(columns.latest_rows(p, start), start) for p in newest]
-            groups_of = [max(1, int(samples.sum()) // size) for samples in since]
-            newest = np.repeat(newest, np.array(groups_of, int))
+            arrived = [columns.arrived_since(columns.latest_rows(p, start), start) for p in newest]
+            several = [max(1, int(samples.sum()) // size) for samples in arrived]
+            newest = np.repeat(newest, np.array(several, int))
             missing = max(0, groups - len(newest))
             newest = np.concatenate([columns.prompts[max(0, first - missing) : first], newest])
         drawn = []

@@ -4,18 +4,22 @@ import ast
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from build import config, end_alike, newest_files, ray_config, replayed
 from suite import cases, source_nodes
+from toy import Ones
 
-from tba.assemble import run
+from tba.assemble import open_run, run
 from tba.cli import _config
-from tba.prompt import Prompt
+from tba.prompt import Answer, Prompt
+from tba.run import Run
 from tba.runs.generations import generations, path_of
 from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runtime.ray import RaySearchers
 
 STEPS = 30
 CONFIGS: dict[str, tuple[str, ...]] = {
@@ -66,20 +70,49 @@ def test_a_run_resumes_exactly_from_every_step(case, runs, tmp_path):
     end_alike(whole, killed)
 
 
+@dataclass(frozen=True)
+class Picky(Ones):
+    """Rejects all answers to every third prompt."""
+
+    def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
+        if sum(map(ord, prompt.id)) % 3 == 0:
+            return [None for _ in answers]
+        return super().score(prompt, answers)
+
+
+def stop_within_a_search(run: Run, step: int) -> None:
+    """Stop a run at a step or soon after, when a part of what it waits for has arrived."""
+    searchers = run.searchers
+    assert isinstance(searchers, RaySearchers)
+
+    def stopping() -> bool:
+        run.stop.requested |= run.step >= step and searchers._arrived() > 0
+        return run.stop.requested
+
+    searchers._stopping = stopping
+
+
 @pytest.mark.timeout(600)
 @cases(2, full=6, part=3)
 def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(case, tiny_model, tmp_path):
-    """One, two and four searchers. The order in which they end must not matter."""
+    """One, two and four searchers. The order in which they end must not matter.
+
+    Some prompts are rejected, and others take their place. The first session is stopped while they
+    search: something has arrived, and something not.
+    """
     searchers, stop = (1, 2, 4)[case.index % 3], 2 + case.index // 3
     settings = (
         "runtime.lag=0", f"runtime.searchers={searchers}", "runtime.publish_every=1",
-        "runtime.prompts_per_task=1", "runtime.cores=share", "trainer.batch_size=24",
+        "runtime.prompts_per_task=2", "runtime.cores=share", "trainer.batch_size=40",
         "strategy=recent", "trainer.learning_rate=1e-3", "eval.prompts=0",
+        "task=test_resume_steps.Picky",
     )  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(ray_config(tiny_model, whole, *settings, "run.steps=6"))
-    run(ray_config(tiny_model, part, *settings, f"run.steps={stop}"))
-    run(_config(["run.steps=6"], part), part)
+    with open_run(ray_config(tiny_model, part, *settings, "run.steps=6")) as first:
+        stop_within_a_search(first, stop)
+        assert not first.train().finished
+    run(_config([], part), part)
     assert replayed(whole) == replayed(part)
     one, other = newest_files(whole), newest_files(part)
     for name in ("model/model.safetensors", "optimizer.safetensors"):

@@ -177,7 +177,7 @@ def test_a_run_whose_reward_no_longer_works_is_saved(tiny_model, tmp_path):
     with pytest.raises(SearchError, match=r"samples were rejected(.|\n)*no judge any more"):
         run(config(tiny_model, folder, *task, "reward.isolate=process"))
     steps = [row["step"] for row in read(folder / METRICS)]
-    assert newest(folder / "checkpoints").name == f"step-{steps[-1] + 1:08d}"
+    assert newest(folder / "checkpoints").name == f"step-{steps[-1]:08d}"
     (tmp_path / "rewards.py").write_text(REWARD.replace("> 12", "> 10**6"))
     with pytest.raises(ValueError, match=r"task\.reward: changed since .*--rescore"):
         run(_config([], folder), folder)
