@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, float], str]] = {
     "equal_rewards": ({"frac_reward_zero_std": 0.6}, "60% of the groups have equal rewards"),
     "cut_off": ({"completions/clipped_ratio": 0.3}, "30% of the responses are cut off"),
     "ess": ({"off_policy/ess": 0.4}, "the effective sample size is 40% of a group"),
-    "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples in 10% of the last 2"),
+    "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples in 10% of the last "),
 }
 SECONDS = count()
 
