@@ -200,7 +200,10 @@ class Run:
         row = {**metrics, **totals, **parts, **self.checkpoints.metrics()}
         if self.config.trainer.devices > 1:
             row["trainer/restarts"] = self.warnings.restarts
-        row |= {name if name not in row else f"logged/{name}": x for name, x in scored.items()}
+        taken = {*row, "step", "requested"}
+        for name, value in scored.items():
+            is_taken = name in taken or name.startswith("eval/")
+            row[f"logged/{name}" if is_taken else name] = value
         self.journal.row(self.step, row)
         self.console.step(self.step, row)
         self.warn(self.warnings.step(row))

@@ -50,7 +50,8 @@ def placed(config: Config) -> Config:
 def _absolute(key: str, value: Any) -> Any:
     """Return a value of a config, with absolute paths in place of those that exist."""
     if isinstance(value, Mapping):
-        return {name: _absolute(str(name), inner) for name, inner in value.items()}
+        remote = {"model"} if "url" in value else set()  # it is the server's name for it
+        return {n: v if n in remote else _absolute(str(n), v) for n, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([_absolute(key, inner) for inner in value])
     if not isinstance(value, str):

@@ -30,23 +30,24 @@ UNUSED = {
 
 def sources_of(config: Config, functions: Functions | None) -> dict[str, str]:
     """Return a digest of each option that decides the rewards of a run, by its key."""
-    sources = dict(_digests("task", config.task.model_dump()))
+    sources = dict(_digests("task", config.task.model_dump(), True))
     sources["sampling.truncated"] = _digest(config.sampling.truncated)
     if functions is not None:
         sources["task.reward"] = _digest([_source_of(each) for each in functions])
     return sources
 
 
-def _digests(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def _digests(key: str, value: Any, is_ours: bool) -> Iterator[tuple[str, str]]:
     """Yield the digest of each option in a table, a list or a value."""
     if isinstance(value, Mapping):
-        is_ours = key == "task" or str(value.get("use")).isidentifier()
+        if "use" in value:
+            is_ours = str(value["use"]).isidentifier()
         for name, inner in value.items():
             if not (is_ours and name in UNUSED):
-                yield from _digests(f"{key}.{name}", inner)
+                yield from _digests(f"{key}.{name}", inner, is_ours)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            yield from _digests(f"{key}.{i}", inner)
+            yield from _digests(f"{key}.{i}", inner, is_ours)
     else:
         yield key, _digest(_meant(value) if isinstance(value, str) else value)
 
@@ -80,8 +81,12 @@ def _source_of(function: Any) -> Any:
 
 
 def _module(name: str) -> str | None:
-    """Return the content of a loaded module's file; None for a script, which has other things."""
-    if name not in sys.modules or name == "__main__" or name.startswith("tba."):
+    """Return the content of a loaded module's file.
+
+    None for a script, which has other things, and for what comes with Python or with this package.
+    """
+    package = name.partition(".")[0]
+    if name not in sys.modules or package in {"__main__", "tba", *sys.stdlib_module_names}:
         return None
     file = vars(sys.modules[name]).get("__file__")
     return None if file is None else _content(Path(file))

@@ -134,5 +134,9 @@ def test_texts_that_are_no_paths_stay_as_they_are(home, monkeypatch):
     options = placed(load(None, [*settings, "task=custom", "task.system_prompt=."])).task.options
     assert options["system_prompt"] == "."
     assert options["reward"] == {**texts, "rows": str(home / "rows.jsonl")}
+    (home / "judge").mkdir()  # a server's name for its model
+    asked = {"use": "http", "url": "http://127.0.0.1:1", "model": "judge"}
+    settings = [f"task.reward.{name}={text}" for name, text in asked.items()]
+    assert placed(load(None, ["task=custom", *settings])).task.options["reward"] == asked
     made = placed(load(None, ["task=custom", "task.reward={use='more.py:half'}"])).task.options
     assert made["reward"] == {"use": f"{home / 'more.py'}:half"}

@@ -163,6 +163,21 @@ def test_weights_and_grader_options_count_and_those_of_prompts_do_not():
     assert changed(two, one) == ["task.format_weight"]
 
 
+def test_only_our_own_plugins_have_options_that_never_count():
+    own, other = source("own.Task", weight=1.0), source("own.Task", weight=2.0)
+    assert changed(other, own) == ["task.weight"]
+    own, other = source("own.Task", judge={"seed": 1}), source("own.Task", judge={"seed": 2})
+    assert changed(other, own) == ["task.judge.seed"]
+
+
+def test_another_python_is_no_change(monkeypatch):
+    judge = {"use": "http", "url": "http://127.0.0.1:1"}
+    before = [source("math", reward=judge), source("json")]
+    for name in ("math", "http", "json"):
+        monkeypatch.setattr(sys.modules[name], "__file__", __file__, raising=False)
+    assert [source("math", reward=judge), source("json")] == before
+
+
 def judged(module: ModuleType) -> str:
     """Return what counts of a function that was passed from Python."""
     function = functools.partial(module.ones, x=1)
@@ -218,6 +233,14 @@ def test_stored_samples_are_scored_again(tiny_model, user):
     assert max(rewarded(folder).values()) < 0
     notes = [session["rewards"] for session in read(folder / SESSIONS)]
     assert notes == ["", "stored samples scored again after a change of task.reward", ""]
+
+
+def test_evaluations_by_another_reward_are_told_apart(tiny_model, user):
+    folder = user / "run"
+    run(config(tiny_model, folder, *SETTINGS, "eval.prompts=2"))
+    rewrite(user / "reward.py", "text.count('1')", "text.count('2')")
+    summary = run(_config(["run.steps=3"], folder), folder, "rescore")
+    assert any("cannot be compared" in text for text in summary.warnings)
 
 
 def test_samples_that_are_rejected_now_leave_the_buffer_and_are_counted(tiny_model, user):

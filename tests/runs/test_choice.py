@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import tba
 from tba.assemble import run
 from tba.config.schema import load
-from tba.runs.checkpoint import best_step, choose
+from tba.runs.checkpoint import best_step, choose, score_of, without_better
 from tba.runs.generations import generations, path_of, step_of
 from tba.runs.log import METRICS, read
 from tba.runs.offline import evaluate_model, evaluate_run, export
@@ -53,6 +53,14 @@ def test_the_best_step_has_the_highest_score_and_a_checkpoint():
     assert best_step({0: 0.9, 4: 0.5, 2: 0.5, 6: 0.4}, kept=[6]) == 2
     assert best_step({0: 0.9}) is None
     assert best_step({}) is None
+
+
+def test_an_evaluation_without_any_score_is_never_the_best():
+    none = {"sampled_reward": 0.0, "sampled_rejected": 1.0}
+    scores = {0: score_of({"sampled_reward": -2.0}), 2: score_of(none)}
+    scores[4] = score_of({"sampled_reward": -1.0, "sampled_rejected": 0.5})
+    assert best_step(scores) == 4 and without_better(scores, 0) == 0
+    assert score_of({**none, "sampled_pass@1": 0.0}) < 0
 
 
 def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):

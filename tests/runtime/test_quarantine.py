@@ -54,6 +54,13 @@ def test_a_prompt_is_left_out_after_two_deaths_in_a_row(caplog):
     assert all(searched.count(name) == 5 for name in ("p0", "p1", "p3", "p4"))
 
 
+def test_one_death_counts_once_for_a_prompt_that_is_in_a_search_twice():
+    prompt = PROMPTS[0]
+    stream = PromptStream([prompt], Cyclic([prompt], 0, None), quarantine=2)
+    assert stream.done(stream.take(2), [], {"p0"}) == 0
+    assert stream.done(stream.take(1), [], {"p0"}) == 1
+
+
 def test_a_prompt_that_is_scored_between_two_deaths_stays():
     stream = stream_of()
     for died in ("p2", "", "p2", "", "p2"):

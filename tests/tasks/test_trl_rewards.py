@@ -18,6 +18,8 @@ from tba.search.scoring import Scoring, ScoringProcess
 from tba.tasks import Task
 from tba.tasks.custom import metric_names
 
+TAKEN = ("loss", "step", "requested", "eval/sampled_reward")
+"""Names of metrics that `lengths` logs too."""
 REWARDS = """
 calls = []
 
@@ -28,7 +30,8 @@ def ones(completions, log_extra, **columns):
 
 def lengths(completion_ids, trainer_state, log_metric, **columns):
     log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
-    log_metric("loss", -1.0)
+    for name in TAKEN:
+        log_metric(name, -1.0)
     log_metric("undefined", float("nan"))
     return [float(len(ids)) if len(ids) < 5 else None for ids in completion_ids]
 
@@ -63,7 +66,7 @@ ANSWERS = [
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
     """A task over the rows, with functions of the module above or those named in full."""
-    (tmp_path / "trl_like.py").write_text(REWARDS)
+    (tmp_path / "trl_like.py").write_text(f"TAKEN = {TAKEN}\n{REWARDS}")
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(*rewards: Any, **options: Any) -> Plugin:
@@ -102,7 +105,8 @@ def test_functions_get_what_trl_passes_and_log_as_in_trl(plugin, isolated):
     process = ScoringProcess({"": made.build}, 1.0) if isolated else None
     first, second = judged(made.build(), ANSWERS, process)
     assert (first, second) == (2.0 + 0.5 * 4, 3.0)
-    logged = {"progress": 4 / 20, "loss": -1.0}  # by the newest weights that began one of them
+    logged = {"progress": 4 / 20}  # by the newest weights that began one of them
+    logged |= dict.fromkeys(TAKEN, -1.0)
     assert first.items == {"rewards/ones": 2.0, "rewards/lengths": 4.0, **logged}
     assert second.items == {"rewards/ones": 3.0, **logged}
     assert (first.notes, second.notes) == ({"backwards": "011"}, {"backwards": "11012"})
@@ -152,7 +156,8 @@ def test_a_run_logs_each_function(tiny_model, tmp_path, plugin, calls):
     means = [row["rewards/lengths/mean"] for row in rows if "rewards/lengths/mean" in row]
     assert means and all(1 <= mean < 5 for mean in means)  # where it applies
     assert [row["progress"] for row in rows] == pytest.approx([0.125, 0.5, 0.75, 1.0])
-    assert all(row["logged/loss"] == -1.0 != row["loss"] for row in rows)  # a name that is taken
+    for name in TAKEN:
+        assert all(row[f"logged/{name}"] == -1.0 != row.get(name) for row in rows)
     assert not any("undefined" in row for row in rows)
 
 
