@@ -105,7 +105,7 @@ def test_a_run_with_several_searchers_in_lockstep_resumes_exactly(case, tiny_mod
         "runtime.lag=0", f"runtime.searchers={searchers}", "runtime.publish_every=1",
         "runtime.prompts_per_task=2", "runtime.cores=share", "trainer.batch_size=40",
         "strategy=recent", "trainer.learning_rate=1e-3", "eval.prompts=0",
-        "task=test_resume_steps.Picky",
+        "task=test_resume_steps.Picky", "reward.max_rejected=1",
     )  # fmt: skip
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(ray_config(tiny_model, whole, *settings, "run.steps=6"))
