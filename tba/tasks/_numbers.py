@@ -90,7 +90,8 @@ def only_number(text: str) -> Number | None:
 def whole_number(text: str) -> Number | None:
     """Return the number that the text is, perhaps with a currency; None if it is something else."""
     text = _plain(text.strip().strip("$").rstrip("."))
-    text = re.sub(r"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|(?:\s?[€£¥₹₽₩₪₺°]|\^\{?\\circ\}?)$", "", text.strip())
+    unit = r"\s?(?:[€£¥₹₽₩₪₺°]|\^?\{?\\(?:circ|degree)\}?)"
+    text = re.sub(rf"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|{unit}$", "", text.strip())
     if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
     match = NUMBER.fullmatch(text)
