@@ -30,7 +30,8 @@ NOTATIONS = tuple(
     )
 )
 NUMBER = re.compile(
-    r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?(?P<digits>\d+\.?\d*|\.\d+)"
+    r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?"
+    r"(?P<digits>\d+\.?\d*|(?<![^\W_])(?<!\.)\.\d+)"  # behind a word, a point is a full stop
     r"(?:[eE](?P<power>[+-]?\d+)|(?:\^|\*\*)[{(]?(?P<exponent>[+-]?\d+)[})]?"
     r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+\.?\d*))?"
     r"(?:\s?\\?(?P<factor>%|(?i:per ?cent|pct|(?:thousand|million|billion)\b)))?"
