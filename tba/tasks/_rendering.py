@@ -17,13 +17,15 @@ from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Task
 from tba.tasks._data import Rows
 
-PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-"""`{{text}}`, which stands for {text} itself, or `{column}`."""
+PLACEHOLDER = re.compile(r'\{\{([^{}"]+)\}\}|\{([^{}"]+)\}')
+"""`{{text}}`, which stands for {text} itself, or `{column}`. JSON has quotes, and is neither."""
+NAME = re.compile(r"\w+")
+"""What must be a column if it stands in braces. Anything else may be one, or belong to the text."""
 
 
 def columns_of(template: str) -> list[str]:
-    """Return the columns that a template names."""
-    return [column for _, column in PLACEHOLDER.findall(template) if column]
+    """Return the columns that a template needs."""
+    return [column for _, column in PLACEHOLDER.findall(template) if NAME.fullmatch(column)]
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
@@ -31,6 +33,9 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
     def filled(match: re.Match[str]) -> str:
         literal, column = match.groups()
+        name = literal or column
+        if not NAME.fullmatch(name) and name not in row:
+            return match[0]
         if literal is not None:
             return f"{{{literal}}}"
         value = row.get(column)
@@ -66,7 +71,7 @@ class Rendering:
     """Keep the first of all rows with the same prompt, and train on none that is held out."""
 
     def __post_init__(self) -> None:
-        if not columns_of(self.prompt):
+        if not any(column for _, column in PLACEHOLDER.findall(self.prompt)):
             raise ValueError(
                 f"task.prompt = {self.prompt!r} must contain a column, such as"
                 f" {type(self).prompt!r} does; otherwise all prompts are the same"
