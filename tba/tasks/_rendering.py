@@ -59,7 +59,7 @@ class Rendering:
     """Send the prompt through the tokenizer's chat template, as a message of the user. Chat
     messages in the data go through it in any case."""
     system_prompt: str | None = None
-    """Message of the system; in a plain prompt, text at the beginning."""
+    """Message of the system, for rows without one; in a plain prompt, text at the beginning."""
     shots: Count = 0
     """Solved examples before the question: the first training rows. All rows with the same
     question, also held-out ones, are left out."""
@@ -108,7 +108,8 @@ class Rendering:
         system = [] if self.system_prompt is None else [self.system_prompt]
         messages: list[Message] = [{"role": "system", "content": text} for text in system]
         if isinstance(question, list):
-            return [*messages, *question]
+            roles = [message.get("role") for message in question if isinstance(message, dict)]
+            return question if "system" in roles else [*messages, *question]
         if self.chat not in (True, "on"):
             shown = [f"{q}{'' if q[-1:].isspace() else ' '}{response}" for q, response in turns]
             return "\n\n".join([*system, *shown, question])

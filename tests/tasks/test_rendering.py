@@ -83,6 +83,14 @@ def test_a_column_of_messages_is_the_prompt():
     assert second.text == "Add.\n\n2+2?"
 
 
+def test_a_row_keeps_its_own_system_message():
+    """Beside rows without one, which get that of the task."""
+    asked = {"role": "user", "content": "1+1?"}
+    own = [{"role": "system", "content": "Guess."}, asked]
+    prompts = Rendering(system_prompt="Add.").rendered("train", [{"prompt": own}], [])
+    assert prompts[0].text == own
+
+
 def test_mistakes_are_told():
     with pytest.raises(ValueError, match=r"task\.prompt = 'Solve this:' must contain a column"):
         Sums(prompt="Solve this:")
