@@ -156,6 +156,8 @@ def to_rows(argument: str, data: Any) -> Rows:
         with about(f"{argument}="):
             check_names(list(map(str, data.columns)))
         data = data.astype(object).where(data.notna(), None).to_dict("records")
+    elif isinstance(data, Dataset) and data.format["type"] == "custom":
+        data = list(data)  # an Arrow table would be without what the user's transform makes
     elif isinstance(data, Dataset):
         data = from_arrow(data.with_format("arrow")[:])
     if not isinstance(data, list | tuple):

@@ -30,7 +30,8 @@ NOTATIONS = tuple(
     )
 )
 NUMBER = re.compile(
-    r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?(?P<digits>\d+\.?\d*|\.\d+)"
+    r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?"
+    r"(?P<digits>\d+\.?\d*|(?<![^\W_])(?<!\.)\.\d+)"  # behind a word, a point is a full stop
     r"(?:[eE](?P<power>[+-]?\d+)|(?:\^|\*\*)[{(]?(?P<exponent>[+-]?\d+)[})]?"
     r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+\.?\d*))?"
     r"(?:\s?\\?(?P<factor>%|(?i:per ?cent|pct|(?:thousand|million|billion)\b)))?"
@@ -90,7 +91,8 @@ def only_number(text: str) -> Number | None:
 def whole_number(text: str) -> Number | None:
     """Return the number that the text is, perhaps with a currency; None if it is something else."""
     text = _plain(text.strip().strip("$").rstrip("."))
-    text = re.sub(r"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|(?:\s?[€£¥₹₽₩₪₺°]|\^\{?\\circ\}?)$", "", text.strip())
+    unit = r"\s?(?:[€£¥₹₽₩₪₺°]|\^?\{?\\(?:circ|degree)\}?)"
+    text = re.sub(rf"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|{unit}$", "", text.strip())
     if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
         text = text.replace(" ", "")
     match = NUMBER.fullmatch(text)

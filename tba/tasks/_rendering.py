@@ -17,13 +17,15 @@ from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Task
 from tba.tasks._data import Rows
 
-PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-"""`{{text}}`, which stands for {text} itself, or `{column}`."""
+PLACEHOLDER = re.compile(r'\{\{([^{}"]+)\}\}|\{([^{}"]+)\}')
+"""`{{text}}`, which stands for {text} itself, or `{column}`. JSON has quotes, and is neither."""
+NAME = re.compile(r"\w+")
+"""What must be a column if it stands in braces. Anything else may be one, or belong to the text."""
 
 
 def columns_of(template: str) -> list[str]:
-    """Return the columns that a template names."""
-    return [column for _, column in PLACEHOLDER.findall(template) if column]
+    """Return the columns that a template needs."""
+    return [column for _, column in PLACEHOLDER.findall(template) if NAME.fullmatch(column)]
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
@@ -31,6 +33,9 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
     def filled(match: re.Match[str]) -> str:
         literal, column = match.groups()
+        name = literal or column
+        if not NAME.fullmatch(name) and name not in row:
+            return match[0]
         if literal is not None:
             return f"{{{literal}}}"
         value = row.get(column)
@@ -54,7 +59,7 @@ class Rendering:
     """Send the prompt through the tokenizer's chat template, as a message of the user. Chat
     messages in the data go through it in any case."""
     system_prompt: str | None = None
-    """Message of the system; in a plain prompt, text at the beginning."""
+    """Message of the system, for rows without one; in a plain prompt, text at the beginning."""
     shots: Count = 0
     """Solved examples before the question: the first training rows. All rows with the same
     question, also held-out ones, are left out."""
@@ -66,7 +71,7 @@ class Rendering:
     """Keep the first of all rows with the same prompt, and train on none that is held out."""
 
     def __post_init__(self) -> None:
-        if not columns_of(self.prompt):
+        if not any(column for _, column in PLACEHOLDER.findall(self.prompt)):
             raise ValueError(
                 f"task.prompt = {self.prompt!r} must contain a column, such as"
                 f" {type(self).prompt!r} does; otherwise all prompts are the same"
@@ -103,7 +108,8 @@ class Rendering:
         system = [] if self.system_prompt is None else [self.system_prompt]
         messages: list[Message] = [{"role": "system", "content": text} for text in system]
         if isinstance(question, list):
-            return [*messages, *question]
+            roles = [message.get("role") for message in question if isinstance(message, dict)]
+            return question if "system" in roles else [*messages, *question]
         if self.chat not in (True, "on"):
             shown = [f"{q}{'' if q[-1:].isspace() else ' '}{response}" for q, response in turns]
             return "\n\n".join([*system, *shown, question])

@@ -24,6 +24,8 @@ UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z
 DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
 REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
+WORDS = re.compile(TEXT.pattern + r"(?:\s*\^\s*\{?[+-]?\d+\}?)?")
+"""A unit, perhaps with its power, or other words."""
 MARK = re.compile(r"(?<=\d)_\{?(\d+)\}?|\b([ap])\.?m\b", re.IGNORECASE)
 """The base of a number, or the half of a day: math-verify passes over both."""
 NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d", re.IGNORECASE)
@@ -43,7 +45,8 @@ def last_boxed(text: str) -> str | None:
     for brace in BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start : brace.start()].strip()
+            inside = text[start : brace.start()].strip()
+            return re.sub(r"(?<!\\)\\$", "", inside)  # of `\ `, a space
     return None
 
 
@@ -62,6 +65,12 @@ def equal(gold: str, answer: str) -> bool | None:
     marks = ["".join(map("".join, MARK.findall(text.lower()))) for text in texts]
     if texts[0] == texts[1] or (all(marks) and marks[0] != marks[1]):
         return texts[0] == texts[1]
+    parts = _parts(gold), _parts(answer)
+    if max(map(len, parts)) > 1:
+        if len(parts[0]) != len(parts[1]):
+            return False
+        same = [equal(*pair) for pair in zip(*parts, strict=True)]
+        return False not in same and (None not in same or None)
     right = whole_number(gold)
     given = whole_number(answer)
     if right is not None and given is not None:
@@ -73,6 +82,16 @@ def equal(gold: str, answer: str) -> bool | None:
     # for math-verify, 12.5 % is not 12.5
     without = _compare(PERCENT.sub("", gold), PERCENT.sub("", answer), SECONDS)
     return without or (None if same is None else without)
+
+
+def _parts(text: str) -> list[str]:
+    """Return what has digits between the words of an answer: 3 and 4 of 3 feet 4 inches.
+
+    math-verify reads no further than the first unit. For it, `and` and `or` are commas.
+    """
+    text = WORDS.sub(lambda words: "," if words[1].strip() in ("and", "or") else "\0", text)
+    parts = [part.lstrip(" ~,;").rstrip(" ~,;\\") for part in text.split("\0")]
+    return [part for part in parts if re.search(r"\d", part)]
 
 
 def _compare(gold: str, answer: str, seconds: int) -> bool | None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
+from tba.config.errors import about
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Scorer, Scores
 from tba.tasks._data import Rows, rows
-from tba.tasks._rendering import Splits
+from tba.tasks._rendering import Splits, fill
 from tba.tasks.custom import Custom, reward_function
 from tba.tasks.judges import then
 
@@ -53,6 +54,10 @@ class Tldr(Splits):
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, required=("summary",), columns=COLUMNS)
         for i, row in enumerate(table):
+            for name in COLUMNS:
+                if row.get(name) is not None:
+                    with about(f"{key} = {source!r}: row {i}"):
+                        row[name] = fill(f"{{{name}}}", row)
             if not (row["summary"] and (row.get("query") or row.get("post"))):
                 raise ValueError(
                     f"{key} = {source!r}: row {i} needs a 'summary', and a 'post' or a 'query';"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from conftest import module_at
 import tba
 from tba.cli import train
 from tba.config.schema import load
+from tba.config.tables import PolicyTable
+from tba.models.pretrained import load_text
+from tba.runs.rollouts import read_rollouts
 from tba.studies.study import check_study, read_study
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +132,17 @@ def test_a_dry_run_goes_through(name, fakes, capsys):
     out, err = capsys.readouterr()
     assert "config OK (dry run): 1 training prompts, 8 held out" in err
     assert json.loads(out)["task"]["use"] == "redteam"
+
+
+def test_logged_attacks_have_the_columns_that_the_experiment_names(letters_model, tmp_path):
+    (named,) = re.findall(r"file has the columns (.*?)\.", FILES["gpt2"].read_text())
+    row = {"prompt": "ab", "completion": "ba", "reward": 0.5}
+    assert set(re.findall("`(.*?)`", named)) == row.keys()
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (group,) = read_rollouts(
+        tmp_path / "rows.jsonl", load_text(PolicyTable(model=str(letters_model)))
+    )
+    assert [t.reward for t in group.trajectories] == [0.5]
 
 
 @pytest.mark.slow

@@ -233,6 +233,19 @@ def test_images_of_a_data_set_are_not_even_decoded():
     ]
 
 
+def test_a_data_set_is_read_as_it_shows_itself():
+    plain = datasets.Dataset.from_list([{"prompt": text, "level": len(text)} for text in "abc"])
+
+    def chats(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"prompt": [[{"role": "user", "content": text}] for text in batch["prompt"]]}
+
+    for data in (
+        plain, plain.map(chats, batched=True), plain.shuffle(seed=1), plain.select([2, 0]),
+        plain.with_format("numpy"), plain.with_transform(chats),
+    ):  # fmt: skip
+        assert to_rows("data", data) == list(data)
+
+
 def test_equal_names_of_columns_are_refused():
     frame = pandas.DataFrame([["a", 1, 2]], columns=["prompt", "x", "x"])
     for data in (frame, [{"prompt": "a", 1: 2, "1": 3}]):

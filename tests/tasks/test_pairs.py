@@ -71,7 +71,9 @@ GSM8K: dict[str, tuple[Answers, Answers]] = {
     ),
     "nearly": (
         {
-            "72": ["72.0"], "0.1": [".10"], "3.14": ["3.140"],
+            "72": ["72.0"], "0.1": [".10", "_.10_"], "3.14": ["3.140"], "0.5": ["x=.5", "$.50"],
+            "120": ["Rs.120"], "-0.5": ["-.5"],
+            "18": ["The answer is...18", "Ans.18", "total.18"],  # a full stop before a number
             "123456789012345678": ["123,456,789,012,345,678"],
         },
         {
@@ -150,10 +152,28 @@ MATH: dict[str, tuple[Answers, Answers]] = {
             "90": ["90°"], "5": ["5 €"], r"25\text{ cm}^2": ["25"], r"15\text{ cm}": ["15"],
             "15": [r"15\text{ cm}"], r"15\mbox{ cm}^2": [r"15\text{ cm}^2"], r"\$18.90": ["18.90"],
             "18.9": [r"\$18.90"], r"3\text{ hours}": [r"3\mathrm{ hours}"],
+            "80": [r"80\degree", r"80 \degree"], "42": ["42\\ "],
         },
         {
             "3.5": [r"3.50000001\text{ cm}", r"\$3.51"], r"90^\circ": ["90.00001"],
-            r"125\text{ miles}": [r"120\text{ miles}"], r"\$5": [r"\$6"],
+            r"125\text{ miles}": [r"120\text{ miles}"], r"\$5": [r"\$6"], "80": [r"81\degree"],
+        },
+    ),
+    "several units": (
+        {
+            r"3\text{ feet }4\text{ inches}": [r"3\ \text{ft}\ 4.0~\text{in}",
+                r"3\text{ feet}\text{ and }4\text{ inches}"],
+            r"3\text{ red, }2\text{ blue}": [r"3\text{ red}, 2\text{ blue}"],
+            r"5\mathrm{kg}\,\mathrm{m}^2": ["5"], r"-2\text{ or }-12": ["-12,-2"],
+        },
+        {
+            r"2\text{ hours }30\text{ minutes}": [r"2\text{ hours }45\text{ minutes}", "2"],
+            r"3\text{ feet }4\text{ inches}": [r"3\text{ feet }5\text{ inches}", "34"],
+            r"5\text{ dollars and }25\text{ cents}": [r"5\text{ dollars}"],
+            r"3\text{ red, }2\text{ blue}": [r"3\text{ red, }4\text{ blue}",
+                r"3\text{ red}, 4\text{ blue}"],
+            "3": [r"3\text{ feet }4\text{ inches}"],
+            r"x=2\text{ m and }y=\sqrt{3}\text{ m}": [r"x=2\text{ m and }y=\sqrt{5}\text{ m}"],
         },
     ),
     "percent": (

@@ -33,6 +33,18 @@ def test_columns_stand_where_the_template_names_them():
     assert columns_of("{a} {{b}} {c}{} {a}") == ["a", "c", "a"]
 
 
+def test_the_name_of_a_column_may_have_any_characters_but_braces_and_quotes():
+    """What is no column, such as JSON and LaTeX, stays as it is."""
+    row = {"question-text": "1+1?", "Question Text": "x", "b": 2, '"a": 1': "?"}
+    template = '{question-text} {Question Text} {{question-text}} {"a": 1} {"a": {b}} {x y} {1+x}'
+    assert fill(template, row) == '1+1? x {question-text} {"a": 1} {"a": 2} {x y} {1+x}'
+    assert columns_of(template) == ["b"]
+    (prompt,) = Sums(prompt="{question-text}").rendered("train", [row], [])
+    assert prompt.text == "1+1?"
+    with pytest.raises(ValueError, match=r"must contain a column"):
+        Sums(prompt='Write {"a": 1}')
+
+
 def test_a_prompt_is_its_template():
     prompts = Sums().rendered("train", ROWS, [])
     assert [p.text for p in prompts] == [f"Q: {i}+{i}?\nA:" for i in range(4)]
@@ -69,6 +81,14 @@ def test_a_column_of_messages_is_the_prompt():
     first, second = Rendering(system_prompt="Add.").rendered("train", rows, [])
     assert first.text == [{"role": "system", "content": "Add."}, *messages]
     assert second.text == "Add.\n\n2+2?"
+
+
+def test_a_row_keeps_its_own_system_message():
+    """Beside rows without one, which get that of the task."""
+    asked = {"role": "user", "content": "1+1?"}
+    own = [{"role": "system", "content": "Guess."}, asked]
+    prompts = Rendering(system_prompt="Add.").rendered("train", [{"prompt": own}], [])
+    assert prompts[0].text == own
 
 
 def test_mistakes_are_told():

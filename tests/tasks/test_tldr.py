@@ -94,6 +94,16 @@ def test_a_prompt_is_the_post_up_to_tldr(make, tmp_path):
     assert query_of({"post": "Only this."}) == "POST: Only this.\n\nTL;DR:"
 
 
+def test_a_column_may_have_numbers(make, tmp_path):
+    data = write(tmp_path, {"title": 2024, "post": 7, "summary": 5})
+    (prompt,) = make(data=data).prompts()
+    query = "TITLE: 2024\n\nPOST: 7\n\nTL;DR:"
+    assert prompt.columns == {"query": query, "summary": "5"}
+    write(tmp_path, ROW, {**ROW, "title": ["My", "cat"]})
+    with pytest.raises(ValueError, match=r"task\.data = .*: row 1: column 'title' is \['My', 'c"):
+        make(data=data).prompts()
+
+
 def test_a_chat_prompt_does_not_change_what_judges_see(make, seen, tmp_path):
     task = make(data=write(tmp_path, ROW), chat=True, prompt="Summarize: {query}")
     (prompt,) = task.prompts()
