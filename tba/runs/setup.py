@@ -47,28 +47,36 @@ from tba.weights import Transport
 
 Encoded = tuple[Prompt, np.ndarray]
 """A prompt with its tokens."""
+READ = ("policy", "task", "engine", "sampling", "reward", "eval")
+"""Tables of a config that decide its `Data`."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """Parts of a run, from a config: every name resolved, every option checked, prompts read."""
+class Data:
+    """What a run reads from disk but weights: the task, and its prompts by the tokenizer."""
 
-    config: Config
-    task: Task
-    strategy: Strategy
-    objective: Plugin
-    selection: Plugin
-    engine: type[Engine]
     text: Tokenizer
+    task: Task
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
-    reward_functions: Functions | bytes | None
-    """Functions passed from Python, pickled if they run in another process."""
     sets: Mapping[str, EvaluationSet]
     """Further evaluation sets, by name."""
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest prompt and of the longest one."""
+
+
+@dataclass(frozen=True)
+class RunSetup(Data):
+    """Parts of a run, from a config: every name resolved, every option checked, prompts read."""
+
+    config: Config
+    strategy: Strategy
+    objective: Plugin
+    selection: Plugin
+    engine: type[Engine]
+    reward_functions: Functions | bytes | None
+    """Functions passed from Python, pickled if they run in another process."""
     rewards: Mapping[str, str]
     """Digests of what decides rewards, by option."""
     notes: Sequence[str]
@@ -137,59 +145,70 @@ class RunSetup:
 
 
 def check(
-    config: Config, functions: Functions | None = None, planned: Machine | None = None
+    config: Config,
+    functions: Functions | None = None,
+    planned: Machine | None = None,
+    data: Data | None = None,
 ) -> RunSetup:
     """Resolve and check everything that a config names, before any process starts.
 
     `functions` are reward functions that were passed from Python. For a run that is planned for
-    another machine, files of weights, libraries and memory here are not checked.
+    another machine, files of weights, libraries and memory here are not checked. `data` are those
+    of a setup with the same tables `READ`, which are not read again.
     """
-    setup = _setup_of(config, functions, planned is None)
+    setup = _setup_of(config, functions, planned is None, data)
     setup.prompt_stream()  # raises if the selection cannot work
     if planned is None:
         Needs.of(setup.config, this_machine(), len(setup.extremes[1])).check()
     return setup
 
 
-def _setup_of(config: Config, functions: Functions | None, here: bool) -> RunSetup:
+def _setup_of(
+    config: Config, functions: Functions | None, here: bool, data: Data | None
+) -> RunSetup:
     """Return the parts of a run, with what is needed `here` if it shall run here."""
     check_log(config.log)
     engine: type[Engine] = find("engines", config.engine.use)
-    text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
+    limit = config.engine.options.get("max_model_len")
+    text = load_text(config.policy).within(limit) if data is None else data.text
     config = with_defaults(config)
     notes = _check_policy(config, here)
     plugins = resolve_all(config)
     objective = plugins.objective
     _check_engine(config, engine, here)
-    task = build_task(plugins.task, functions)
-    task.check()
-    check_stop(config.sampling.stop, text)
     _check_objective(config, objective)
-    prompts, held_out, encoded = read_prompts(config, task, text)
-    _check_tools(config, task, objective, prompts[0])
-    if not held_out:
+    data = data or _read(config, functions, text, plugins.task)
+    _check_tools(config, data.task, objective, data.prompts[0])
+    if not data.held_out:
         check_unevaluated(config)
-    trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
-    sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
-    encoded += of_sets
-    lengths = sorted((ids for _, ids in encoded), key=len)
-    config = _with_lengths(config.within_epochs(len(prompts)), lengths)
     return RunSetup(
-        config=config,
-        task=task,
+        config=_with_lengths(config.within_epochs(len(data.prompts)), data.extremes),
+        text=text,
+        task=data.task,
+        prompts=data.prompts,
+        held_out=data.held_out,
+        sets=data.sets,
+        extremes=data.extremes,
         strategy=plugins.strategy.build(),
         objective=objective,
         selection=plugins.selection,
         engine=engine,
-        text=text,
-        prompts=prompts,
-        held_out=held_out,
         reward_functions=to_send(functions, config),
-        sets=sets,
-        extremes=(lengths[0], lengths[-1]),
         rewards=sources_of(config, functions),
         notes=notes,
     )
+
+
+def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: Plugin) -> Data:
+    """Build the task and read its prompts, and those of further evaluation sets."""
+    task = build_task(plugin, functions)
+    task.check()
+    check_stop(config.sampling.stop, text)
+    prompts, held_out, encoded = read_prompts(config, task, text)
+    trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
+    sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
+    lengths = sorted((ids for _, ids in encoded + of_sets), key=len)
+    return Data(text, task, prompts, held_out, sets, (lengths[0], lengths[-1]))
 
 
 def _check_policy(config: Config, here: bool) -> list[str]:

@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -20,7 +20,6 @@ import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from tba.config.errors import about
-from tba.config.plugins import resolve_all
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
@@ -40,8 +39,6 @@ LAST_TENTH = ("kl", "log_ratio")
 
 Settings = Mapping[str, Any]
 Status = Literal["pending", "finished", "failed"]
-READ = ("policy", "task", "engine", "sampling", "eval", "selection")
-"""Tables that decide which models and data are read from disk, and how prompts are chosen."""
 
 
 @dataclass(frozen=True)
@@ -152,24 +149,28 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
 
 
 def check_study(study: Study) -> list[Config]:
-    """Return the config that every run will store, after all checks; data are read once."""
+    """Return the config that every run will store, after all checks.
+
+    Runs with the same data read them once, and runs that differ in their seed share one check.
+    """
     from tba.runs.checks import placed
-    from tba.runs.setup import check
+    from tba.runs.setup import READ, check
 
     configs = [placed(study.config(trial)) for trial in study.trials]
-    stored = []
-    checked: dict[str, int] = {}  # training prompts
-    for trial, config in zip(study.trials, configs, strict=True):
+    by_data: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, config in enumerate(configs):
         tables = config.nested()
+        tables["run"] |= {"folder": "", "seed": 0}
         read = json.dumps([tables[name] for name in READ], sort_keys=True)
-        with about(_where(trial)):
-            plugins = resolve_all(config)
-            plugins.objective.at(0)
-            plugins.strategy.build()
-            if read not in checked:
-                checked[read] = len(check(config).prompts)
-            stored.append(config.within_epochs(checked[read]))
-    return stored
+        by_data[read][json.dumps(tables, sort_keys=True)].append(place)
+    for alike in by_data.values():
+        data = None
+        for places in alike.values():
+            with about(_where(study.trials[places[0]])):
+                data = check(configs[places[0]], data=data)
+            for place in places:
+                configs[place] = configs[place].within_epochs(len(data.prompts))
+    return configs
 
 
 def _where(trial: Trial) -> str:

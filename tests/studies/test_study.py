@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from toy import Ones
 
+from tba.prompt import Prompt
 from tba.studies.study import check_study, read_study
 
 BASE = """
@@ -32,6 +34,8 @@ objective.use = ["tb", "rloo"]
 "runtime.publish_every" = [1, 2]
 "run.seed" = 1
 """
+
+READ = Ones.prompts
 
 
 def write(folder: Path, model: Path, grids: str = GRIDS, table: str = "") -> Path:
@@ -199,3 +203,35 @@ def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
         "sizes/group_size=4,samples=4",
     ]
     assert sizes[0].axes == {"trainer.group_size": 2, "sampling.samples": 4}
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ('"objective.use" = ["tb", "grpo"]', r"use=grpo,seed=0: sampling.top_p does not work with"),
+        (
+            '"runtime.colocate" = ["share", "sleep"]',
+            "colocate=sleep,seed=0: .* cannot give up its memory",
+        ),
+        (
+            '"trainer.optimizer" = ["adamw", "adamw_8bit"]',
+            "optimizer=adamw_8bit,seed=0: .* bitsandbytes",
+        ),
+    ],
+)
+def test_every_run_is_checked_and_its_data_are_read_once(
+    axis, message, tmp_path, tiny_model, monkeypatch
+):
+    reads = []
+
+    def prompts(self: Ones) -> list[Prompt]:
+        reads.append(self)
+        return READ(self)
+
+    monkeypatch.setattr(Ones, "prompts", prompts)
+    monkeypatch.setattr("tba.runs.setup.find_spec", lambda package: None)
+    grid = f'[[grid]]\nname = "g"\n{axis}\n"run.seed" = [0, 1]\n'
+    study = read_study(write(tmp_path, tiny_model, grid), ["sampling.top_p=0.9"])
+    with pytest.raises(ValueError, match=rf"^grid 'g', {message}"):
+        check_study(study)
+    assert len(reads) == 1
