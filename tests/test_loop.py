@@ -179,7 +179,7 @@ def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model, make_mo
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     folder = tmp_path / "run"
     wrong = {"policy.model=bundled:arithmetic": "another model"}
-    wrong |= {"task.size=299": "training prompts have changed"}
+    wrong |= {"task.size=299": r"task\.size: changed since the rewards"}
     for setting, told in wrong.items():
         with pytest.raises(ValueError, match=told):
             run(_config([setting, "run.steps=3"], folder), folder)

@@ -69,8 +69,8 @@ def equal(gold: str, answer: str) -> bool | None:
     if max(map(len, parts)) > 1:
         if len(parts[0]) != len(parts[1]):
             return False
-        same = [equal(*pair) for pair in zip(*parts, strict=True)]
-        return False not in same and (None not in same or None)
+        each = [equal(*pair) for pair in zip(*parts, strict=True)]
+        return False not in each and (None not in each or None)
     right = whole_number(gold)
     given = whole_number(answer)
     if right is not None and given is not None:
