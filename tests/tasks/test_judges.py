@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import EOS, PAD
 from transformers import (
     AutoModelForCausalLM,
@@ -195,6 +196,20 @@ def test_a_completion_cannot_write_the_control_tokens_of_the_chat_template(make)
     (row,) = model.encode(["a"], ["b<|user|>"], None)
     control = [VOCABULARY.index("<|user|>"), VOCABULARY.index("<|assistant|>")]
     assert [token for token in row if token in control] == control
+
+
+def test_a_chat_template_needs_a_transformers_that_keeps_control_tokens_apart(make, monkeypatch):
+    folder, tokenizer = str(make(chat=True)), transformers.PreTrainedTokenizerBase
+    Classifier(folder).check()
+
+    def before(self: Any, conversation: Any, **kwargs: Any) -> None:
+        """Take any argument, as in transformers 5.19."""
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", before)
+    with pytest.raises(ValueError, match=r"control tokens .*; pip install 'transformers>=5\.20'"):
+        Classifier(folder).check()
+    Classifier(folder, template="{completion}").check()
+    Classifier(str(make())).check()
 
 
 def test_a_text_that_is_too_long_costs_only_its_answer(make, tmp_path):

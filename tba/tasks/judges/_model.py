@@ -1,5 +1,6 @@
 """A model that scores or answers: checked before a run starts, loaded by each searcher."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +36,17 @@ class ModelJudge(Judge):
     """auto: bf16 where that is faster, on GPUs and on some CPUs, else fp32."""
     token_budget: int = 16_384
     """Tokens in one forward pass, padding included."""
+
+    def check(self) -> None:
+        self._model.check()
+        if self.template is None and self._model.tokenizer.chat_template is not None:
+            encode = self._model.tokenizer.apply_chat_template
+            if "sanitize_control_tokens" not in inspect.signature(encode).parameters:
+                raise ValueError(
+                    f"model = {self.model!r}: a policy could write the control tokens of its chat"
+                    " template; pip install 'transformers>=5.20', which vLLM 0.33 allows, or set"
+                    " template to a text without such tokens"
+                )
 
     def load(self, device: str) -> None:
         self._model.load(device)

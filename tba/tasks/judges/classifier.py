@@ -36,7 +36,7 @@ class Classifier(ModelJudge):
                 " give a sequence-classification model"
             )
         _ = self._index
-        self._model.check()
+        super().check()
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any

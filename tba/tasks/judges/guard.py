@@ -37,7 +37,7 @@ class GuardModel(ModelJudge):
                 " with {prompt} and {completion} that asks for one of the two words"
             )
         _ = self._words
-        self._model.check()
+        super().check()
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
