@@ -317,14 +317,15 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
 def write_results(folder: Path) -> pd.DataFrame:
     """Return a row for each run, in the order of the study; `results.json` has all but `axes`."""
     ledger = read_ledger(folder)
-    known = [scores(folder / t.folder) for t in ledger.runs]
-    first = next(filter(None, known), {})
-    metric = metric_of(first, ledger.metric)
+    known: dict[str, float] = {}
+    for trial in ledger.runs:
+        known |= scores(folder / trial.folder)
+    metric = metric_of(known, ledger.metric)
     if ledger.metric not in (None, metric):
         log.warning(
             "study.metric = %r: the runs have no such score, and are compared by %s; set"
             " study.metric to one of %s, and type `tba sweep` again", ledger.metric, metric,
-            ", ".join(first),
+            ", ".join(known),
         )  # fmt: skip
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
     table = pd.DataFrame(rows, dtype=object).drop(columns="axes").replace({nan: None})
