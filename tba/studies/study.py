@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from tba.config.errors import about
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
+from tba.runs.checks import LONGEST_NAME, placed
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,6 @@ def check_study(study: Study) -> list[Config]:
 
     Runs with the same data read them once, and runs that differ in their seed share one check.
     """
-    from tba.runs.checks import placed
     from tba.runs.setup import READ, check
 
     configs = [placed(study.config(trial)) for trial in study.trials]
@@ -184,6 +184,11 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
         raise ValueError(f"two grids are called {name!r}; rename one of them")
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
+        if max(map(len, trial.folder.split("/"))) > LONGEST_NAME:
+            raise ValueError(
+                f"{_where(trial)}: this name is too long for a folder; write the values as"
+                " variants, each with a label"
+            )
         if folders[trial.folder] > 1:
             raise ValueError(
                 f"{_where(trial)}: two runs have this name; remove the repeated value, or write"

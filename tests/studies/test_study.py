@@ -106,6 +106,10 @@ MISTAKES = {
         ('"run.seed" = [0]', '"run.seed" = [0]\n"objective.beta" = [[1, 2], "1-2"]'),
         "two runs have this name; remove .*, or write both values as variants, each with a label",
     ),
+    "a name that is too long": (
+        ('"run.seed" = 1', f'"task.prompt" = ["{"1" * 230}"]'),
+        "publish_every=1,prompt=1*: this name is too long for a folder; write .* with a label",
+    ),
     "no setting": (
         ('"run.seed" = 1', "seed = 1"),
         """'seed' is no setting; write "table.key" = """,
