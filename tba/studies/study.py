@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import ceil, nan
@@ -112,11 +112,17 @@ class Study:
     def path(self, trial: Trial) -> Path:
         return self.folder / trial.folder
 
+    def tables(self, trial: Trial) -> dict[str, Any]:
+        """Return the tables of the trial's run: those of the base, with the grid's settings."""
+        tables = deepcopy(dict(self.base))
+        with about(_where(trial)):
+            assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
+        return tables
+
     def config(self, trial: Trial) -> Config:
         """Return the config of the trial's run; ValueError in one line, with the trial's name."""
-        tables = deepcopy(dict(self.base))
+        tables = self.tables(trial)
         try:
-            assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
             return Config(**tables)
         except ValueError as error:
             lines = "; ".join(str(error).splitlines())
@@ -138,15 +144,43 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     assign_all(merged, _by_key(file.base, "[base]"))
     override_all(merged, of_base)
     trials = _read_grids(file.grid)
-    for setting in of_base:
+    name = path.resolve().parent.name if path.stem == "study" else path.stem
+    study = Study(name, table, merged, trials)
+    _check_settings(study, of_base, _by_key(file.base, "[base]"))
+    return study
+
+
+def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) -> None:
+    """Raise ValueError for a setting that no run has; warn of one that only some runs have.
+
+    Warn of a key of [base] that no run has, because each names another plug-in.
+    """
+    runs = [study.tables(trial) for trial in study.trials]
+    for key in base:
+        given = _value(study.base, key)
+        if given is not None and all(_value(run, key) is None for run in runs):
+            log.warning("[base] %s is in no run: every grid names another plug-in", key)
+    for setting in settings:
         key = setting.partition("=")[0].strip()
         key = f"{key}.use" if key in PLUGGED else key
-        if all(key in trial.settings for trial in trials):
+        count = [_value(run, key) for run in runs].count(_value(study.base, key))
+        if count == 0:
+            cause = "study.folder" if key == "run.folder" else "the grids"
             raise ValueError(
-                f"{setting!r} would change nothing: every grid sets {key}; change it in the grids"
+                f"{setting!r} would change nothing: no run has it, because of {cause};"
+                " change it there"
             )
-    name = path.resolve().parent.name if path.stem == "study" else path.stem
-    return Study(name, table, merged, trials)
+        if count < len(runs):
+            log.warning(
+                "%r holds for %d of %d runs, because of the grids", setting, count, len(runs)
+            )
+
+
+def _value(tables: Any, key: str) -> Any:
+    """Return the value of `table.key`; None if there is none."""
+    for name in key.split("."):
+        tables = tables.get(name) if isinstance(tables, Mapping) else None
+    return tables
 
 
 def check_study(study: Study) -> list[Config]:
