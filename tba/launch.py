@@ -1,7 +1,8 @@
 """Batch files for Slurm: a file that starts Ray on the machines of a job, and a run on them.
 
 Nothing is submitted. Partition, time, memory and account are options of `sbatch`. The same file,
-submitted again, continues the run from its newest checkpoint.
+submitted again, continues the run from its newest checkpoint. A run that has ended before its first
+checkpoint is moved aside, and begins anew.
 """
 
 import shlex
@@ -29,9 +30,14 @@ if [ -n "${{SLURM_JOB_END_TIME:-}}" ]; then
 fi
 train=(timeout --signal=TERM "$((left > 0 ? left : 0))" tba train)
 run={run}
-if [ -d "$run/checkpoints" ]; then  # submitted again, or requeued
+saved=("$run"/checkpoints/step-*)
+if [ -d "${{saved[0]}}" ]; then  # submitted again, or requeued
     train+=(--resume "$run" {settings})
 else
+    if [ -e "$run/metrics.jsonl" ] || [ -e "$run/checkpoints" ]; then  # it ended before it saved
+        # a run that is training has the lock: it stays, and tba train says so
+        flock --nonblock "$run/.lock" mv -T -- "$run" "$run.lost-$(date +%Y%m%d-%H%M%S)" || true
+    fi
     train+=({config} {settings})
 fi
 

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tba.launch import batch_file
+from tba.runs.log import check_unused, locked
 
 SRUN = """#!/bin/bash
 case "$*" in
@@ -56,14 +58,14 @@ def test_the_file_of_several_machines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_one_machine_with_names_that_a_shell_would_read(is_new, tmp_path, monkeypatch):
-    """No Ray is started for it. A folder with checkpoints is resumed."""
+    """No Ray is started for it. A folder with a checkpoint is resumed."""
     here = tmp_path / ODD
     here.mkdir()
     monkeypatch.chdir(here)
     config = here / f"{ODD}.toml"
     config.write_text("")
     if not is_new:
-        (here / ODD / "checkpoints").mkdir(parents=True)
+        (here / ODD / "checkpoints" / "step-00000050").mkdir(parents=True)
     text = batch_file(config, [f"run.folder={ODD}", f"task.data={ODD}"], nodes=1, gpus=None)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     run = [str(config), f"run.folder={ODD}"] if is_new else ["--resume", ODD]
@@ -74,11 +76,30 @@ def test_one_machine_with_names_that_a_shell_would_read(is_new, tmp_path, monkey
 
 def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000050").mkdir(parents=True)
     config = tmp_path / "run.toml"
     config.write_text("[run]\nfolder = '~/run'\n")
     resumed = ["tba", "train", "--resume", str(tmp_path / "run")]
     assert started(batch_file(config, [], nodes=1, gpus=None), tmp_path)[-4:] == resumed
+
+
+@pytest.mark.parametrize("written", ["metrics.jsonl", "checkpoints/.step-00000050"])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(is_training, written, tmp_path):
+    """What it has written is moved aside, unless the run is in use: then it stays."""
+    folder = tmp_path / ODD
+    (folder / written).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"holds a run already; it has no checkpoint: remove it"):
+        check_unused(folder)
+    config = tmp_path / "run.toml"
+    config.write_text("")
+    text = batch_file(config, [f"run.folder={folder}"], nodes=1, gpus=None)
+    with locked(folder) if is_training else nullcontext():
+        new = ["tba", "train", str(config), f"run.folder={folder}"]
+        assert started(text, tmp_path)[-4:] == new
+    kept = folder if is_training else next(tmp_path.glob("*.lost-*"))
+    assert (kept / written).exists()
+    assert folder.exists() == is_training
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,13 @@ def check_options(
         is_schedule = scheduled and is_number and isinstance(options.get(name), Mapping)
         kind = Schedule if is_schedule else option.kind
         kinds[name] = Required[kind] if option.required else NotRequired[kind]
+    for name, value in options.items():
+        try:
+            to_json(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{table}.{name} = {value!r}: {error}; write a number, a text, a list or a table"
+            ) from error
     make: Any = TypedDict  # not as for type checkers: its keys are not in the source
     adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(make("options", kinds))
     try:

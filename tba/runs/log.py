@@ -98,9 +98,11 @@ def is_run(folder: Path) -> bool:
 def check_unused(run: Path) -> None:
     """Raise ValueError if a folder holds a run already."""
     if is_run(run):
+        is_saved = any((run / CHECKPOINTS).glob("step-*"))
+        resume = f"continue it with --resume {run}, " if is_saved else "it has no checkpoint: "
         raise ValueError(
-            f"run.folder = {str(run)!r} holds a run already; continue it with --resume {run},"
-            f" remove it (`rm -r {run}`), or choose another folder"
+            f"run.folder = {str(run)!r} holds a run already; {resume}remove it (`rm -r {run}`),"
+            " or choose another folder"
         )
 
 

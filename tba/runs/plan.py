@@ -71,6 +71,9 @@ def _measured(run: Path) -> dict[str, float]:
     summary = Summary.read(run)
     before = log.read_config(run)
     rows = [row for row in log.read(run / log.METRICS) if "step_time" in row]
+    if not rows or summary.samples_generated == 0:
+        what = "searched" if rows else "trained"
+        raise ValueError(f"{run} has {what} nothing; name another run, or leave out --run")
     response = fmean(row["completions/mean_length"] for row in rows)
     busy = summary.seconds * before.runtime.most_searchers * (1 - summary.searcher_wait_fraction)
     step = fmean(row["step_time"] for row in rows[len(rows) // 4 :])

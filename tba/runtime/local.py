@@ -1,6 +1,8 @@
 """Search in the trainer's own process, inside `gather`: synchronous and bit-reproducible."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 
@@ -34,6 +36,7 @@ class LocalSearchers:
         self._found: list[Group] = []  # in a `gather` that has not returned
         self._evaluations: list[Evaluation] = []
         self._asleep = False
+        self._idle_since = time.perf_counter()
         if state.weights is not None:
             self._load(state.weights)
         if self._reference is not None:
@@ -50,7 +53,8 @@ class LocalSearchers:
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
-            result = self._awake().search(prompts, self._job.search_seed(self._tasks))
+            with self._work() as searcher:
+                result = searcher.search(prompts, self._job.search_seed(self._tasks))
             self._tasks += 1
             self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
             quarantined = self._stream.done(prompts, result.groups, result.died)
@@ -63,12 +67,15 @@ class LocalSearchers:
             self._searcher.engine.sleep()
         return groups
 
-    def _awake(self) -> Searcher:
-        """Return the searcher, with its engine awake."""
+    @contextmanager
+    def _work(self) -> Iterator[Searcher]:
+        """Surround work of the searcher, whose engine is awake then. Outside of it, it is idle."""
+        self.stats.seconds["idle"] += time.perf_counter() - self._idle_since
         if self._asleep:
             self._searcher.engine.wake()
             self._asleep = False
-        return self._searcher
+        yield self._searcher
+        self._idle_since = time.perf_counter()
 
     def publish(self, trainer: Trainer, version: int) -> None:
         started = time.perf_counter()
@@ -81,15 +88,18 @@ class LocalSearchers:
     def _load(self, weights: Weights) -> None:
         started = time.perf_counter()
         self._weights = weights
-        self.stats.measured(self._awake().load_weights(weights))
+        with self._work() as searcher:
+            self.stats.measured(searcher.load_weights(weights))
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def reset_reference(self, sent: Sent) -> None:
         self._reference = sent.parcel  # first: a checkpoint keeps it, also if loading it fails
-        self._awake().reference.load_weights(sent.parcel)  # the engine may lend its model
+        with self._work() as searcher:
+            searcher.reference.load_weights(sent.parcel)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
-        evaluation = evaluate_held_out(self._awake(), tell=self._job.tell)
+        with self._work() as searcher:
+            evaluation = evaluate_held_out(searcher, tell=self._job.tell)
         self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version
 

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import ceil, nan
@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from tba.config.errors import about
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
+from tba.runs.checks import LONGEST_NAME, placed
 from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
 
 log = logging.getLogger(__name__)
@@ -111,11 +112,17 @@ class Study:
     def path(self, trial: Trial) -> Path:
         return self.folder / trial.folder
 
+    def tables(self, trial: Trial) -> dict[str, Any]:
+        """Return the tables of the trial's run: those of the base, with the grid's settings."""
+        tables = deepcopy(dict(self.base))
+        with about(_where(trial)):
+            assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
+        return tables
+
     def config(self, trial: Trial) -> Config:
         """Return the config of the trial's run; ValueError in one line, with the trial's name."""
-        tables = deepcopy(dict(self.base))
+        tables = self.tables(trial)
         try:
-            assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
             return Config(**tables)
         except ValueError as error:
             lines = "; ".join(str(error).splitlines())
@@ -137,15 +144,43 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     assign_all(merged, _by_key(file.base, "[base]"))
     override_all(merged, of_base)
     trials = _read_grids(file.grid)
-    for setting in of_base:
+    name = path.resolve().parent.name if path.stem == "study" else path.stem
+    study = Study(name, table, merged, trials)
+    _check_settings(study, of_base, _by_key(file.base, "[base]"))
+    return study
+
+
+def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) -> None:
+    """Raise ValueError for a setting that no run has; warn of one that only some runs have.
+
+    Warn of a key of [base] that no run has, because each names another plug-in.
+    """
+    runs = [study.tables(trial) for trial in study.trials]
+    for key in base:
+        given = _value(study.base, key)
+        if given is not None and all(_value(run, key) is None for run in runs):
+            log.warning("[base] %s is in no run: every grid names another plug-in", key)
+    for setting in settings:
         key = setting.partition("=")[0].strip()
         key = f"{key}.use" if key in PLUGGED else key
-        if all(key in trial.settings for trial in trials):
+        count = [_value(run, key) for run in runs].count(_value(study.base, key))
+        if count == 0:
+            cause = "study.folder" if key == "run.folder" else "the grids"
             raise ValueError(
-                f"{setting!r} would change nothing: every grid sets {key}; change it in the grids"
+                f"{setting!r} would change nothing: no run has it, because of {cause};"
+                " change it there"
             )
-    name = path.resolve().parent.name if path.stem == "study" else path.stem
-    return Study(name, table, merged, trials)
+        if count < len(runs):
+            log.warning(
+                "%r holds for %d of %d runs, because of the grids", setting, count, len(runs)
+            )
+
+
+def _value(tables: Any, key: str) -> Any:
+    """Return the value of `table.key`; None if there is none."""
+    for name in key.split("."):
+        tables = tables.get(name) if isinstance(tables, Mapping) else None
+    return tables
 
 
 def check_study(study: Study) -> list[Config]:
@@ -153,7 +188,6 @@ def check_study(study: Study) -> list[Config]:
 
     Runs with the same data read them once, and runs that differ in their seed share one check.
     """
-    from tba.runs.checks import placed
     from tba.runs.setup import READ, check
 
     configs = [placed(study.config(trial)) for trial in study.trials]
@@ -184,6 +218,11 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
         raise ValueError(f"two grids are called {name!r}; rename one of them")
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
+        if max(map(len, trial.folder.split("/"))) > LONGEST_NAME:
+            raise ValueError(
+                f"{_where(trial)}: this name is too long for a folder; write the values as"
+                " variants, each with a label"
+            )
         if folders[trial.folder] > 1:
             raise ValueError(
                 f"{_where(trial)}: two runs have this name; remove the repeated value, or write"
@@ -317,14 +356,15 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
 def write_results(folder: Path) -> pd.DataFrame:
     """Return a row for each run, in the order of the study; `results.json` has all but `axes`."""
     ledger = read_ledger(folder)
-    known = [scores(folder / t.folder) for t in ledger.runs]
-    first = next(filter(None, known), {})
-    metric = metric_of(first, ledger.metric)
+    known: dict[str, float] = {}
+    for trial in ledger.runs:
+        known |= scores(folder / trial.folder)
+    metric = metric_of(known, ledger.metric)
     if ledger.metric not in (None, metric):
         log.warning(
             "study.metric = %r: the runs have no such score, and are compared by %s; set"
             " study.metric to one of %s, and type `tba sweep` again", ledger.metric, metric,
-            ", ".join(first),
+            ", ".join(known),
         )  # fmt: skip
     rows = [_row(folder / t.folder, t, metric) for t in ledger.runs]
     table = pd.DataFrame(rows, dtype=object).drop(columns="axes").replace({nan: None})

@@ -5,10 +5,21 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from exact import toy_config
 
-from tba.config.plugins import KINDS, Schedule, find, is_plugin, names, options_of, resolve
+from tba.config.plugins import (
+    KINDS,
+    Schedule,
+    find,
+    is_plugin,
+    names,
+    options_of,
+    resolve,
+    resolve_all,
+)
+from tba.config.schema import Config
 from tba.objectives.tb import TrajectoryBalance
 from tba.runs.setup import check
 
@@ -131,6 +142,23 @@ def test_a_mistake_is_told_with_what_to_write(case):
         resolve(kind, "objective", use, options)
     assert told in str(error.value)
     assert "Value error" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "use", "option"),
+    [
+        ("task", "arithmetic", "train_size"),
+        ("engine", "transformers", "batch_size"),
+        ("objective", "tb", "beta"),
+        ("strategy", "mixture", "recent"),
+        ("selection", "difficulty", "target"),
+    ],
+)
+def test_a_value_that_no_file_can_hold_is_told_with_its_key(table, use, option):
+    config = Config(**{table: {"use": use, option: np.int64(8)}})
+    told = rf"^{table}.{option} = .*int64.*; write a number, a text, a list or a table$"
+    with pytest.raises(ValueError, match=told):
+        resolve_all(config)
 
 
 def test_a_dotted_path_leads_to_any_class():

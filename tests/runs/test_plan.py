@@ -1,10 +1,11 @@
 """The plan of a run: closed forms, and beside measured runs of the scripted engine."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build import ray_config
+from build import config, ray_config
 
 from tba.assemble import run
 from tba.cli import main
@@ -88,6 +89,18 @@ def test_without_a_limit_on_reuse_one_searcher_is_enough(tiny_model):
     c = load(None, [f"policy.model={tiny_model}", "task=toy.Ones", "runtime.max_reuse=inf"])
     lines = plan(c, Machine(0, 0, 1e12), {}, None)
     assert any(line.endswith("searchers that keep the trainer busy: 1") for line in lines)
+
+
+def test_a_run_that_has_not_searched_has_no_rates(tiny_model, tmp_path):
+    c = config(tiny_model, tmp_path / "run", "run.steps=1", "eval.prompts=0")
+    summary = run(c)
+    needs = Needs.of(with_defaults(c), Machine(0, 0, 1e12), 9)
+    replace(summary, samples_generated=0).write(tmp_path / "run")
+    with pytest.raises(ValueError, match="has searched nothing; name another run"):
+        rates_of(needs, {}, tmp_path / "run")
+    (tmp_path / "run" / METRICS).write_text("")
+    with pytest.raises(ValueError, match="has trained nothing; name another run"):
+        rates_of(needs, {}, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from build import config
 
-from tba.assemble import run
+from tba.assemble import open_run, run
 from tba.config.tables import RuntimeTable
+from tba.learn.trainer import SingleTrainer
 from tba.runs.console import FIRST_LINE, Console
 from tba.runtime.deadline import Calls, bind_ray
 from tba.search.result import Evaluation
+from tba.search.searcher import Searcher
 
 FIRST_OUTPUT = """
 import builtins, sys, time
@@ -53,6 +56,29 @@ def test_a_run_in_one_process_tells_each_of_its_phases(tiny_model, tmp_path, mon
         *generating,
         *evaluating,
     ]
+
+
+def test_a_searcher_in_the_trainers_process_is_idle_while_the_trainer_trains(
+    tiny_model, tmp_path, monkeypatch
+):
+    """By a clock that only calls move: each search takes 5 s, and each step of the trainer 3 s."""
+    now = [0.0]
+
+    def taking(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **options: Any) -> Any:
+            now[0] += seconds
+            return call(*given, **options)
+
+        return timed
+
+    monkeypatch.setattr(Searcher, "search", taking(5.0, Searcher.search))
+    monkeypatch.setattr(SingleTrainer, "step", taking(3.0, SingleTrainer.step))
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr("tba.runtime.local.time", clock)
+    with open_run(config(tiny_model, tmp_path / "run", "run.steps=4")) as opened:
+        summary = opened.train()
+        assert opened.searchers.stats.seconds["idle"] == 4 * 3.0
+    assert summary.searcher_wait_fraction > 0
 
 
 def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch):

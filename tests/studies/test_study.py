@@ -66,15 +66,39 @@ def test_the_runs_are_all_combinations(tmp_path, tiny_model):
 
 def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
     path = write(tmp_path, tiny_model)
-    with pytest.raises(
-        ValueError, match=r"'run.seed=7' would change nothing: every grid sets run.seed"
-    ):
-        read_study(path, ["run.seed=7"])
+    causes = {
+        "run.seed=7": "the grids",
+        "objective=ppo": "the grids",
+        "run.folder=x": "study.folder",
+    }
+    for setting, cause in causes.items():
+        told = (
+            f"'{setting}' would change nothing: no run has it, because of {cause}; change it there"
+        )
+        with pytest.raises(ValueError, match=told):
+            read_study(path, [setting])
     study = read_study(path, ["trainer.learning_rate=1e-4"])  # `often` does not set it
     assert study.base["trainer"]["learning_rate"] == 1e-4
     tables = '{ label = "short", "run.steps" = 2 }, { label = "usual" }'
     path = write(tmp_path, tiny_model, f'[[grid]]\nname = "x"\nvariants = [{tables}]\n')
     assert [c.run.steps for c in check_study(read_study(path, ["run.steps=5"]))] == [2, 5]
+
+
+def test_an_option_that_other_plugins_drop_is_refused_or_told(tmp_path, tiny_model, caplog):
+    grid = '[[grid]]\nname = "g"\n"objective.use" = ["{}", "rloo"]\n'
+    path = write(tmp_path, tiny_model, grid.format("grpo"))
+    with pytest.raises(
+        ValueError, match=r"'objective.beta=0.3' would change nothing: no run has it"
+    ):
+        read_study(path, ["objective.beta=0.3"])
+    read_study(path)
+    assert "[base] objective.beta is in no run: every grid names another plug-in" in caplog.text
+    caplog.clear()
+    path = write(tmp_path, tiny_model, grid.format("tb"))
+    read_study(path, ["run.steps=4"])
+    assert not caplog.text
+    read_study(path, ["objective.beta=0.3"])
+    assert "'objective.beta=0.3' holds for 1 of 2 runs, because of the grids" in caplog.text
 
 
 MISTAKES = {
@@ -105,6 +129,10 @@ MISTAKES = {
     "values that are alike in the name of a run": (
         ('"run.seed" = [0]', '"run.seed" = [0]\n"objective.beta" = [[1, 2], "1-2"]'),
         "two runs have this name; remove .*, or write both values as variants, each with a label",
+    ),
+    "a name that is too long": (
+        ('"run.seed" = 1', f'"task.prompt" = ["{"1" * 230}"]'),
+        "publish_every=1,prompt=1*: this name is too long for a folder; write .* with a label",
     ),
     "no setting": (
         ('"run.seed" = 1', "seed = 1"),

@@ -276,6 +276,23 @@ def test_a_metric_that_no_run_has_is_told_and_the_default_drawn(folder, tmp_path
     assert "set study.metric to one of sampled_pass@1, sampled_log_ratio" in caplog.text
 
 
+def test_a_metric_that_the_runs_of_one_grid_have_is_compared(folder, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    ledger = replace(read_ledger(folder), metric="hard/sampled_pass@1")
+    ledger.write(copy)
+    for trial in ledger.runs:
+        summary = copy / trial.folder / "summary.json"
+        if trial.grid == "rates" and summary.exists():
+            plain = json.loads(summary.read_text())
+            plain["eval/last"]["hard/sampled_pass@1"] = 0.25
+            summary.write_text(json.dumps(plain))
+    rows = write_results(copy)
+    assert set(rows["metric"]) == {"hard/sampled_pass@1"} and not caplog.text
+    last = rows.dropna(subset="last")
+    assert set(last["grid"]) == {"rates"} and set(last["last"]) == {0.25}
+
+
 def test_a_report_without_data_is_refused_with_what_to_type(folder, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
