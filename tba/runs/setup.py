@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads from disk but weights: the task, and its prompts by the tokenizer."""
+    """Contents of the files of a run but its weights: the task, and prompts by the tokenizer."""
 
     text: Tokenizer
     task: Task

@@ -218,7 +218,7 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
         raise ValueError(f"two grids are called {name!r}; rename one of them")
     folders = Counter(trial.folder for trial in trials)
     for trial in trials:
-        if max(map(len, trial.folder.split("/"))) > LONGEST_NAME:
+        if max(map(len, trial.folder.encode().split(b"/"))) > LONGEST_NAME:
             raise ValueError(
                 f"{_where(trial)}: this name is too long for a folder; write the values as"
                 " variants, each with a label"
