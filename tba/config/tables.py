@@ -90,7 +90,8 @@ class EngineTable(Use):
     max_logp_gap: PositiveFloat | None = key(
         None,
         "largest mean gap in nats between the log-probs of engine and trainer after an update, or"
-        " the run ends; default: 0.3, or 0.01 where both compute in fp32",
+        " the run ends, for log-probs down to -1: for lower ones it is in proportion to their mean;"
+        " default: 0.3, or 0.01 where both compute in fp32",
     )
 
 
