@@ -1,9 +1,11 @@
 """A wrong weight update ends the run; after a fault of its engine a searcher is replaced."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from build import config
+from transformers import AutoModelForCausalLM
 
 from tba.assemble import open_run, run
 from tba.config.schema import Config, load
@@ -34,7 +36,7 @@ def gaps(folder: Path) -> list[float | None]:
 def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model, tmp_path, gap):
     given = wrong(tiny_model, tmp_path, right=(0, 1), gap=gap)
     advice = (
-        rf"fakes.Wrong.*by {gap:.3g} nats .*0\.01; .*engine\.dtype=fp32.*loads or caches weights"
+        rf"fakes.Wrong.*by {gap:.3g} nats .*0\.01, .*engine\.dtype=fp32.*loads or caches weights"
     )
     with open_run(given) as opened, pytest.raises(LogpGapError, match=advice):
         opened.train()
@@ -42,6 +44,22 @@ def test_a_gap_ends_the_run_with_a_checkpoint(tiny_model, tmp_path, gap):
     assert saved.name == "step-00000003"
     if gap == 1.0:
         assert run(with_options(given, max_logp_gap=2.0), resume=opened.folder).finished
+
+
+@pytest.mark.parametrize(("scale", "ends"), [(1, True), (1000, False)])
+def test_the_limit_grows_with_the_log_probs_as_rounding_does(tiny_model, tmp_path, scale, ends):
+    """A policy whose logits have grown without bound differs by more, with the same weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head.weight.data.mul_(scale)
+    model.save_pretrained(folder)
+    given = wrong(folder, tmp_path, right=(0, 1), gap=0.2)
+    if ends:
+        with pytest.raises(LogpGapError, match=r"by 0\.2 nats"):
+            run(given)
+    else:
+        assert run(given).finished
 
 
 @pytest.mark.parametrize(("every", "right"), [(1, (0, 1, 2)), (2, (0, 1))])
