@@ -193,6 +193,7 @@ class Run:
         """Write the metrics of a step, and a group if one is due."""
         if self.step == self.began + 1:
             self.keep_config()
+            (self.folder / log.SUMMARY).unlink(missing_ok=True)  # of an earlier session
         stats = self.searchers.stats
         scored = self.tracker.scored(stats)
         totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from build import stopped
+from build import steps, stopped
 
 import tba
 from tba.assemble import run
@@ -80,6 +80,23 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(tmp_path, ca
     assert (again.finished, again.steps) == (True, 12)
     whole = tba.train(load(folder, ["eval.patience="]), folder).summary
     assert (whole.finished, whole.steps, whole.ended) == (True, 15, "")
+
+
+def test_a_run_that_goes_on_has_no_summary_of_its_earlier_end(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
+    with tba.open_run({"run": {"steps": 3}}, resume=folder) as opened:
+        assert tba.result(folder).summary.steps == 1  # until its first step
+
+        def fail() -> None:
+            raise RuntimeError("a failure after step 2")
+
+        monkeypatch.setattr(opened, "log_evaluations", fail)
+        with pytest.raises(RuntimeError, match="after step 2"):
+            opened.train()
+    assert steps(folder) == [1, 2]
+    with pytest.raises(ValueError, match=r"has no summary\.json yet"):
+        _ = tba.result(folder).summary
 
 
 def test_a_run_that_was_stopped_keeps_its_patience(tmp_path):
