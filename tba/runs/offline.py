@@ -1,6 +1,7 @@
 """Results of a run: its tables, its model with a card, its scores."""
 
 import json
+import logging
 import re
 import shutil
 import sys
@@ -23,6 +24,7 @@ from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, stored_model
 from tba.models.lora import merged
 from tba.models.pretrained import computes_in_bf16, load_model, load_text
+from tba.replay.store import FOLDER, PROMPTS, load_groups
 from tba.runs.checkpoint import REFERENCE, choose, chosen
 from tba.runs.checks import check_evaluated, check_export, stored_config
 from tba.runs.generations import step_of
@@ -37,6 +39,7 @@ from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import device_here
 from tba.search.agents import Endpoint, Live
+from tba.search.chat import encoder, identity
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
 from tba.search.session import Session
@@ -49,6 +52,7 @@ HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Name of a model on the hub."""
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
 """Part of the path of a model in the hub's cache."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,25 @@ def evaluate_run(
         return {"run": str(run), **_evaluate(parts, config.policy.model, completions)}
     with chosen(run, step) as generation:
         parts = _checked(config, completions)
+        _warn_of_trained_on(parts, generation)
         weights = _weights(generation, parts.config)
         changed = read_weights(generation / REFERENCE)
     model = str(generation / MODEL)
     return {"run": str(run), **_evaluate(parts, model, completions, weights, changed)}
+
+
+def _warn_of_trained_on(parts: RunSetup, generation: Path) -> None:
+    """Warn of held-out prompts in the replay buffer: settings may have changed the division."""
+    task = parts.task
+    file = generation / FOLDER / PROMPTS
+    if task.samples_again or not file.is_file():  # of a checkpoint of another version
+        return
+    encode = encoder(parts.text, task)
+    trained_on = {identity(task, g.prompt, g.prompt_tokens) for g in load_groups(file)}
+    count = sum(identity(task, p, encode(p)) in trained_on for p in parts.held_out)
+    if count:
+        text = "the run was trained on %d of these %d held-out prompts: their scores are too high"
+        log.warning(text, count, len(parts.held_out))
 
 
 def evaluate_model(model: str, config: Config, completions: Path | None = None) -> dict[str, Any]:

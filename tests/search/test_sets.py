@@ -56,6 +56,20 @@ def test_sets_are_evaluated_at_the_same_times_under_their_names(tiny_model, tmp_
     assert told["more/greedy_reward"] == evaluations[-1]["eval/more/greedy_reward"]
 
 
+def test_an_evaluation_warns_of_prompts_that_the_run_was_trained_on(
+    tiny_model, tmp_path, files, caplog
+):
+    folder = tmp_path / "run"
+    run(config(tiny_model, folder, *custom(files), "run.steps=3"))
+    evaluate_run(folder, [], reference=False)
+    assert not caplog.messages
+    more = ["task.held_out_size=6", "eval.prompts=6"]
+    evaluate_run(folder, more, reference=True)
+    assert not caplog.messages
+    assert evaluate_run(folder, more, reference=False)["prompts"] == 6
+    assert "the run was trained on 4 of these 6 held-out prompts" in caplog.text
+
+
 def test_the_held_out_scores_do_not_depend_on_other_sets(tiny_model, tmp_path):
     rows = []
     for name, more in (("without", ()), ("with", MORE)):
