@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,7 +153,7 @@ def open_run(
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
     config = placed(config)
     folder = Path(config.run.folder) if resume is None else resume.resolve()
-    created = next((path for path in [*folder.parents[::-1], folder] if not path.exists()), None)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     if resume is not None:
         log.read_config(folder)
     with ExitStack() as closing:
@@ -169,8 +169,11 @@ def open_run(
             if resume is None and setup.config.replay.rollouts is not None:
                 rollouts = read_rollouts(Path(setup.config.replay.rollouts), setup.text)
         except ValueError:
-            if created is not None:
-                shutil.rmtree(created)
+            if created:
+                shutil.rmtree(folder)
+                with suppress(OSError):  # another run may have begun in one of them
+                    for parent in created[1:]:
+                        parent.rmdir()
             raise
         stored = None
         note = ""

@@ -111,3 +111,18 @@ def test_a_trainer_that_is_lost_elsewhere_is_no_fault_of_searchers(
     summary = run(config(tiny_model, folder, "checkpoint.every=2"))
     assert summary.trainer_restarts == 1
     assert steps(folder) == [*range(1, 9)]
+
+
+def test_a_mistake_removes_the_folder_of_its_run_and_no_run_beside_it(
+    tiny_model, tmp_path, monkeypatch
+):
+    """Both begin in `runs`, which neither has found; data may be downloaded for minutes."""
+
+    def check(*_: Any) -> None:
+        (tmp_path / "runs" / "other").mkdir()
+        raise ValueError("a mistake in the data")
+
+    monkeypatch.setattr("tba.assemble.check", check)
+    with pytest.raises(ValueError, match="a mistake in the data"):
+        run(config(tiny_model, tmp_path / "runs" / "wrong"))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
