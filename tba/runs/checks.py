@@ -34,11 +34,13 @@ VALUES = "the tokens between values of objective.use"
 def placed(config: Config) -> Config:
     """Return the config with absolute paths, the folder of the run, and the folder of its start.
 
-    From now on, Python finds modules in the folder of the start as well.
+    From now on, Python finds modules in the folder of the start, too, before the current folder.
     """
     start = config.run.base or str(Path.cwd())
-    if start not in sys.path:
-        sys.path.append(start)
+    if start not in sys.path:  # before the current folder, whose modules may have the same names
+        here = ("", str(Path.cwd()))
+        place = next((i for i, each in enumerate(sys.path) if each in here), len(sys.path))
+        sys.path.insert(place, start)
     tables = config.model_dump(exclude_unset=True, by_alias=True)
     for name in tables.keys() & {"policy", "eval", "replay", *PLUGGED}:
         tables[name] = _absolute(name, tables[name])

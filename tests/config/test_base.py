@@ -99,6 +99,15 @@ def test_commands_on_a_run_work_from_another_folder(started, capsys):
     assert json.loads(capsys.readouterr().out.partition("\n")[2])["run"]["steps"] == 2
 
 
+def test_a_module_of_the_current_folder_does_not_take_the_place_of_the_runs_own(started, capsys):
+    Path("base_rewards.py").write_text(
+        "def length(completions):\n    return [99.0 for _ in completions]"
+    )
+    sys.path.append(str(Path.cwd()))  # as a command does
+    evaluate(Path(os.path.relpath(started)), [])
+    assert json.loads(capsys.readouterr().out)["sampled_reward"] < 99
+
+
 def test_stored_paths_are_absolute(home, started):
     """Text that only looks like the name of a file stays."""
     config = json.loads((started / CONFIG).read_text())
