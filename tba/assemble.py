@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import torch
@@ -138,9 +139,10 @@ def run(
 
 def _go_on(folder: Path, is_saved: bool) -> str:
     """Return what to type after a run has lost ranks of its trainer."""
+    named = quote(str(folder))
     if is_saved:
-        return f"`tba train --resume {folder}` continues from its newest checkpoint"
-    return f"It has no checkpoint yet: remove its folder (`rm -r {folder}`), and start it again"
+        return f"`tba train --resume {named}` continues from its newest checkpoint"
+    return f"It has no checkpoint yet: remove its folder (`rm -r {named}`), and start it again"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from tba.engines import SearchError
 from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference
@@ -332,7 +333,8 @@ class Run:
             if isinstance(error, TrainerLost):
                 self.console.note(f"{error}; ending all ranks and searchers")
             if is_full(error):
-                resume = f"`tba train --resume {self.folder}` continues from its newest checkpoint"
+                named = quote(str(self.folder))
+                resume = f"`tba train --resume {named}` continues from its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
         if complete:  # a stopped run goes on, and is judged by more steps
@@ -359,6 +361,7 @@ class Run:
                 self.evaluating = self.evaluating or 1
             self.save()
             self.checkpoints.wait()
-            go_on = f"`tba train --resume {self.folder}` continues from step {self.step}"
+            named = quote(str(self.folder))
+            go_on = f"`tba train --resume {named}` continues from step {self.step}"
             error.args = (f"{error}\nThe run has been saved: {go_on}",)
             raise

@@ -16,6 +16,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -231,9 +232,10 @@ def newest(folder: Path, complete: Sequence[Path] | None = None) -> Path:
     """Return the newest undamaged generation."""
     complete = generations(folder) if complete is None else complete
     if not complete:
+        named = quote(str(folder.parent))
         raise ValueError(
             f"no complete checkpoint in {folder}: nothing to resume; to start the run again, remove"
-            f" its folder (`rm -r {folder.parent}`) and type `tba train CONFIG.toml`. A study keeps"
+            f" its folder (`rm -r {named}`) and type `tba train CONFIG.toml`. A study keeps"
             " checkpoints with study.keep_checkpoints=true"
         )
     for generation in reversed(complete):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from tba.config.schema import Config
@@ -109,9 +110,9 @@ class Console:
         if s.ended:
             rows["ended by"] = f"{s.ended}; --step best is the best checkpoint"
         if not s.finished:
-            rows["resume"] = f"tba train --resume {folder}"
+            rows["resume"] = f"tba train --resume {quote(str(folder))}"
         rows["summary"] = str(folder / SUMMARY)
-        rows["report"] = f"tba report {folder}"
+        rows["report"] = f"tba report {quote(str(folder))}"
         warnings = [f"  {'warning':<20} {text}" for text in s.warnings]
         for scores in (s.first, s.last):  # of the same step if there was one evaluation
             if scores:

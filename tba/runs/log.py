@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
@@ -99,9 +100,10 @@ def check_unused(run: Path) -> None:
     """Raise ValueError if a folder holds a run already."""
     if is_run(run):
         is_saved = any((run / CHECKPOINTS).glob("step-*"))
-        resume = f"continue it with --resume {run}, " if is_saved else "it has no checkpoint: "
+        named = quote(str(run))
+        resume = f"continue it with --resume {named}, " if is_saved else "it has no checkpoint: "
         raise ValueError(
-            f"run.folder = {str(run)!r} holds a run already; {resume}remove it (`rm -r {run}`),"
+            f"run.folder = {str(run)!r} holds a run already; {resume}remove it (`rm -r {named}`),"
             " or choose another folder"
         )
 

@@ -1,11 +1,14 @@
 """The console shows whatever metrics there are, and the end of a run in plain words."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from tba.runs import console as module
+from tba.runs.checkpoint import newest
 from tba.runs.console import Console
+from tba.runs.log import CHECKPOINTS, METRICS, check_unused
 from tba.runs.summary import Summary
 from tba.search.result import EvaluatedAnswer, Evaluation
 
@@ -72,6 +75,20 @@ def test_the_end_of_a_run_names_what_to_type_next(tmp_path):
     assert "searchers restarted  2" in text
     assert "warning              half of the groups have equal rewards" in text
     assert f"tba train --resume {tmp_path}" in text and f"tba report {tmp_path}" in text
+
+
+def test_a_command_to_type_names_a_folder_with_spaces(tmp_path):
+    """`rm -r` must not name two folders."""
+    folder = tmp_path / "my run"
+    lines: list[str] = []
+    Console(9, lines.append).end(SUMMARY, folder)
+    assert f"tba train --resume '{folder}'" in lines[0] and f"tba report '{folder}'" in lines[0]
+    folder.mkdir()
+    (folder / METRICS).touch()
+    with pytest.raises(ValueError, match=re.escape(f"(`rm -r '{folder}'`)")):
+        check_unused(folder)
+    with pytest.raises(ValueError, match=re.escape(f"(`rm -r '{folder}'`)")):
+        newest(folder / CHECKPOINTS)
 
 
 @pytest.mark.parametrize(
