@@ -176,10 +176,12 @@ def plan(
 def _line(f: Forecast, needs: Needs) -> str:
     c = needs.config
     devices = c.trainer.devices + f.searchers * needs.each
-    hours = devices * f.step * c.run.steps / 3600
+    hours = f", {devices * f.step * c.run.steps / 3600:,.3g} device-hours"
+    if c.run.epochs is not None:  # their steps depend on the data, which are not read
+        hours = ""
     far = " (extrapolated)" if f.searchers in FAR else ""
     return (
         f"searchers = {f.searchers:,}{far}: {f.step:,.3g} s a step, trainer waits"
         f" {f.trainer_waits:.0%}, searchers wait {f.searchers_wait:.0%}, lag {f.lag:.1f} steps,"
-        f" up to {f.found:,.3g} groups/s, {hours:,.3g} device-hours; limited by {f.bottleneck}"
+        f" up to {f.found:,.3g} groups/s{hours}; limited by {f.bottleneck}"
     )

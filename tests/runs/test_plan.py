@@ -44,6 +44,15 @@ def sample(*settings: str) -> Config:
     return with_defaults(load(None, [*sizes, *single, *settings]))
 
 
+def test_device_hours_are_those_of_run_steps_and_unknown_for_epochs():
+    machine = Machine(0, 0, 1e12)
+    per_step = "\n".join(plan(sample("run.steps=100"), machine, {}, None))
+    assert "device-hours" in per_step and per_step != "\n".join(
+        plan(sample("run.steps=200"), machine, {}, None)
+    )
+    assert "device-hours" not in "\n".join(plan(sample("run.epochs=2"), machine, {}, None))
+
+
 def test_the_slower_of_search_and_training_sets_the_pace():
     """A step trains 60 tokens in 1.2 s, and a searcher finds a group of 20 tokens in 0.2 s."""
     once = sample("runtime.max_reuse=1")
