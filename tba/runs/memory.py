@@ -24,7 +24,7 @@ from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS
 from tba.models.cache import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
-from tba.models.pretrained import computes_in_bf16, load_config, load_empty_model
+from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
 from tba.runtime.placement import PUBLISHED, gpu_count
 from tba.weights import trained
 
@@ -256,7 +256,8 @@ class Needs:
             responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
             pass_ = np.array(group(self.prompt, responses, length))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
-        is_fastest = c.policy.attention == "auto" and self.machine.gpus
+        is_long = self.prompt + length > EAGER_TOKENS
+        is_fastest = c.policy.attention == "auto" and (self.machine.gpus or is_long)
         if z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
             scores = 0
         shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16

@@ -58,6 +58,20 @@ def test_scores_of_a_model_without_sdpa_are_counted_on_a_gpu(qwen, tmp_path):
         assert (by_default == eager) == is_eager
 
 
+@pytest.mark.parametrize(("length", "attention"), [(20, "eager"), (21, "sdpa")])
+def test_scores_on_a_cpu_are_those_of_the_attention_that_a_run_chooses(qwen, length, attention):
+    """Up to 320 tokens of prompt and response, it is eager attention."""
+    by_default, chosen = (
+        Needs.of(
+            load(None, [f"policy.model={qwen}", f"sampling.max_tokens={length}", each]),
+            Machine(0, 0, 1e12),
+            prompt=300,
+        )._activations()
+        for each in ("policy.attention=auto", f"policy.attention={attention}")
+    )
+    assert by_default == chosen
+
+
 def planned(
     settings: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, str, str]:
