@@ -140,8 +140,7 @@ def _attention(model: Any) -> Any:
 def select(cache: Any, rows: Int[Tensor, " N"]) -> Any:
     """Return a cache with these rows of another one, which stays as it is."""
     selected = fork(cache)
-    for layer in selected.layers:
-        layer.keys, layer.values = (x.index_select(0, rows) for x in (layer.keys, layer.values))
+    selected.batch_select_indices(rows)
     return selected
 
 
