@@ -275,11 +275,14 @@ def _linear(model: Any) -> dict[str, nn.Module]:
 def round_linear(model: Any) -> None:
     """Store the linear layers in bf16, for use under autocast, which would convert them each time.
 
-    Results are the same bit for bit. A head that is tied to the embeddings stays as it is.
+    Results are the same bit for bit. A head that is tied to the embeddings stays as it is, and so
+    do layers with a way of their own: Falcon's add the bias without autocast.
     """
+    from transformers.pytorch_utils import Conv1D
+
     embeddings = model.get_input_embeddings().weight
     for module in _linear(model).values():
-        if module.weight is not embeddings:
+        if module.weight is not embeddings and type(module) in (nn.Linear, Conv1D):
             module.to(torch.bfloat16)
 
 

@@ -15,7 +15,7 @@ import torch
 from build import LORA, RANK, first_policy, make, run_and_keep, small
 from exact import BETA, completed, enumerate_answers, toy_config
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, FalconConfig, FalconForCausalLM
 
 from tba.assemble import open_run, run
 from tba.cli import _config
@@ -31,6 +31,7 @@ from tba.models.lora import (
     load_adapted,
     read_adapter,
     reference_weights,
+    round_linear,
     save_adapter,
 )
 from tba.models.pretrained import load_model
@@ -101,6 +102,19 @@ def test_disabled_adapters_leave_the_model_exactly(family, bf16, batch, tmp_path
         with reference_weights(adapted.model):
             assert torch.equal(adapted.logp(batch), expected)
         assert not torch.allclose(adapted.logp(batch), expected, atol=1e-2)
+
+
+def test_layers_in_bf16_change_nothing(batch):
+    """Falcon's layers add their bias without autocast, so that they stay in fp32."""
+    sizes = {"vocab_size": 14, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = FalconForCausalLM(FalconConfig(**sizes, bias=True, alibi=True)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    with torch.no_grad():
+        expected = Policy(model, 0.7, autocast=True).logp(batch)
+        round_linear(model)
+        assert torch.equal(Policy(model, 0.7, autocast=True).logp(batch), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
