@@ -301,6 +301,20 @@ def test_an_adapter_that_does_not_fit_is_refused_first(setting, toy_model, adapt
         check(config)
 
 
+def test_an_adapter_of_a_mixture_of_experts_fits(tmp_path, batch):
+    """PEFT trains both projections of an expert as one matrix, with a scale of its own."""
+    make("mixtral").save_pretrained(tmp_path / "model")
+    trained_model = load_adapted(policy_table(tmp_path / "model", r=RANK), bf16=False)
+    for parameter in trained(trained_model).values():
+        parameter.data += 0.1
+    save_adapter(trained_model, trained(trained_model), tmp_path / "start")
+    table = policy_table(tmp_path / "model", r=RANK, **{"from": str(tmp_path / "start")})
+    check_adapter(table)
+    with torch.no_grad():
+        logp = Policy(load_adapted(table, bf16=False), 0.7).logp(batch)
+        assert torch.equal(logp, Policy(trained_model, 0.7).logp(batch))
+
+
 def test_an_adapter_that_computes_something_else_is_refused(toy_model, adapter, tmp_path):
     start = shutil.copytree(adapter, tmp_path / "start")
     settings = json.loads((start / SETTINGS).read_text())
