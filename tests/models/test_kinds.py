@@ -278,7 +278,7 @@ def test_a_model_without_a_cache_is_told(name):
     """The second one is an encoder, too, and has a cache only as a decoder."""
     sizes = {"vocab_size": 14, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).eval()
-    with pytest.raises(ValueError, match="has no cache of keys and values: .*; use another model"):
+    with pytest.raises(ValueError, match=r"has no cache of keys and values: .*; use another model"):
         Policy(model, 1.0)
 
 
