@@ -25,33 +25,43 @@ RESPONSE = {"cpu": 8, "cuda": 128}
 
 
 @torch.no_grad()
-def check_lengths(policy: Policy, prompts: Sequence[np.ndarray], max_tokens: int) -> None:
+def check_lengths(
+    policy: Policy, prompts: Sequence[np.ndarray], max_tokens: int, samples: bool
+) -> None:
     """Raise ValueError unless log-probs are those of single sequences without padding.
 
     The prompts are the shortest and the longest of a run, so that positions that depend on the
-    length of a sequence, or of others in its batch, show here.
+    length of a sequence, or of others in its batch, show here. If the engine `samples` with the
+    same model, prompts are shared there, whatever the policy does.
     """
     limit = LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32
     ends = [prompt[-SHORT:] for prompt in prompts]  # short rows may be packed
-    for own, tokens in ((ends, min(SHORT, max_tokens)), (prompts, max_tokens)):
-        gap = _gap(policy, own, tokens)
-        if not gap <= limit:
-            raise ValueError(
-                f"policy.model: log-probs in a batch differ by {gap:.3g} nats a token from"
-                f" those of each sequence alone, with prompts of {len(own[0])} and"
-                f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
-                " whole batch; set policy.share_prompt=false, use another model, or lower"
-                " sampling.max_tokens"
-            )
+    layouts: dict[Layout | None, str] = {None: "use another model, or lower sampling.max_tokens"}
+    if policy.share_prompt:
+        layouts[None] = f"set policy.share_prompt=false, {layouts[None]}"
+    elif samples:
+        layouts["cached"] = "engine=transformers would sample wrongly; use another model or engine"
+    for layout, advice in layouts.items():
+        for own, tokens in ((ends, min(SHORT, max_tokens)), (prompts, max_tokens)):
+            gap = _gap(policy, own, tokens, layout)
+            if not gap <= limit:
+                raise ValueError(
+                    f"policy.model: log-probs in a batch differ by {gap:.3g} nats a token from"
+                    f" those of each sequence alone, with prompts of {len(own[0])} and"
+                    f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
+                    f" whole batch; {advice}"
+                )
     with policy.precision():  # ranks have no numbers before
         check_logits(policy.model)
 
 
-def _gap(policy: Policy, prompts: Sequence[np.ndarray], tokens: int) -> float:
+def _gap(
+    policy: Policy, prompts: Sequence[np.ndarray], tokens: int, layout: Layout | None
+) -> float:
     """Return the mean difference, the larger of two, between responses in a batch and alone."""
     longer = np.resize(np.concatenate(prompts), tokens)
     responses = [longer, longer[: min(SHORT, (tokens + 1) // 2)]]
-    logp = policy.logp(collate_tokens(prompts, [responses, responses[::-1]]))[:, 1]
+    logp = policy(collate_tokens(prompts, [responses, responses[::-1]]), layout).logp[:, 1]
     gaps = []
     for prompt, response, row in zip(prompts, responses[::-1], logp, strict=True):
         alone = _alone(policy, prompt, response)

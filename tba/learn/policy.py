@@ -79,7 +79,7 @@ class Policy(nn.Module):
         self.share_prompt = share_prompt
         self.readout = None
         if head is not None:  # it starts at 0, without using the random state
-            width = model.config.get_text_config().hidden_size
+            width = model.get_output_embeddings().weight.shape[1]
             self.readout = nn.utils.skip_init(nn.Linear, width, 1, device=self.device)
             nn.init.zeros_(self.readout.weight)
             nn.init.zeros_(self.readout.bias)

@@ -94,7 +94,8 @@ class TrainerSetup:
             shard(policy, model, device, bf16, settings.devices, settings.fsdp or FsdpTable())
             if stored is not None:
                 fill_model(policy, model, stored, device)
-        check_lengths(policy, self.extremes, self.config.sampling.max_tokens)
+        samples = self.config.engine.use == "transformers"
+        check_lengths(policy, self.extremes, self.config.sampling.max_tokens, samples)
         if rank is not None:
             reshard(policy)
         return policy

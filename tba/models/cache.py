@@ -62,10 +62,13 @@ def check_logits(model: Any) -> None:
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(1, min(5, vocabulary), device=model.device)[None]
     try:
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        output = model.base_model(input_ids=ids, use_cache=True)
+        select(output.past_key_values, torch.zeros_like(ids[0]))
+        hidden = output.last_hidden_state
     except Exception as error:  # sizes in a config.json may not fit each other
         raise ValueError(
-            f"policy.model: {type(model).__name__} cannot run with this config: {error}"
+            f"policy.model: {type(model).__name__} cannot run with this config, or has no cache of"
+            f" keys and values: {error}; use another model"
         ) from error
     head = model.get_output_embeddings()
     enlarged = head.register_forward_hook(lambda head, inputs, output: output * 100)
@@ -140,8 +143,7 @@ def _attention(model: Any) -> Any:
 def select(cache: Any, rows: Int[Tensor, " N"]) -> Any:
     """Return a cache with these rows of another one, which stays as it is."""
     selected = fork(cache)
-    for layer in selected.layers:
-        layer.keys, layer.values = (x.index_select(0, rows) for x in (layer.keys, layer.values))
+    selected.batch_select_indices(rows)
     return selected
 
 

@@ -207,7 +207,7 @@ def check_adapter(policy: PolicyTable) -> str:
     _check_names(model, policy.lora)
     _inject(model, _settings(policy, model), TRAINED)
     if policy.lora.start is not None:
-        _check_start(model, policy, policy.lora.start)
+        _check_start(model, policy.lora.start)
     adapted = set()
     left = set()
     for name, parameter in model.named_parameters():
@@ -248,6 +248,7 @@ def _inject(model: Any, settings: Any, name: str, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second adapter
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")  # experts' do
         inject_adapter_in_model(settings, model, name)
     for layer in _layers(model):
         layer.set_adapter(TRAINED)
@@ -275,11 +276,14 @@ def _linear(model: Any) -> dict[str, nn.Module]:
 def round_linear(model: Any) -> None:
     """Store the linear layers in bf16, for use under autocast, which would convert them each time.
 
-    Results are the same bit for bit. A head that is tied to the embeddings stays as it is.
+    Results are the same bit for bit. A head that is tied to the embeddings stays as it is, and so
+    do layers with a way of their own: Falcon's add the bias without autocast.
     """
+    from transformers.pytorch_utils import Conv1D
+
     embeddings = model.get_input_embeddings().weight
     for module in _linear(model).values():
-        if module.weight is not embeddings:
+        if module.weight is not embeddings and type(module) in (nn.Linear, Conv1D):
             module.to(torch.bfloat16)
 
 
@@ -349,7 +353,7 @@ def _check_ends(key: str, ends: Sequence[str], names: Sequence[str], kind: str) 
             raise ValueError(f"policy.lora.{key}: no {kind} is called {end!r}{choices(end, known)}")
 
 
-def _check_start(model: Any, policy: PolicyTable, start: str) -> None:
+def _check_start(model: Any, start: str) -> None:
     """Raise ValueError unless the folder has an adapter that computes what the model's would."""
     named = f"policy.lora.from = {start!r}"
     folder = Path(start).expanduser()
@@ -361,7 +365,7 @@ def _check_start(model: Any, policy: PolicyTable, start: str) -> None:
             f"{named} cannot be read: {error}; give a folder that PEFT's save_pretrained or"
             " `tba export --adapter` wrote"
         ) from error
-    ours = vars(_settings(policy, model))
+    ours = vars(model.peft_config[TRAINED])  # PEFT adds some for a mixture of experts
     differing = [f"{n} = {settings[n]}" for n in SCALES if settings.get(n, ours[n]) != ours[n]]
     begun = settings.get("init_lora_weights", True)
     if begun not in STARTS:

@@ -24,8 +24,10 @@ EAGER_TOKENS = 320  # longest prompt and response for eager attention, which kee
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
 """Names of constants that older files have, and of layers that only guess further tokens."""
 
-RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding"}
-"""Types of layers that keep a state in place of keys and values."""
+ATTENTION = {
+    "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+}  # fmt: skip
+"""Types of layers that keep keys and values. Others, such as "conv", keep a state."""
 LARGEST = {
     "*config.json": 2**22, "*.jinja": 2**20, "*token*.json": 2**26, "vocab.*": 2**26,
     "merges.txt": 2**26, "*.model": 2**26,
@@ -340,10 +342,10 @@ def _is_causal(config: Any) -> bool:
     if kind not in classes or config.is_encoder_decoder:
         return False
     encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
-    recurrent = RECURRENT & set(plain.get("layer_types") or ())
-    stateful = classes[kind]._is_stateful
+    types = set(plain.get("layer_types") or ())
+    stateful = not types <= ATTENTION if types else classes[kind]._is_stateful
     larger = config.get_text_config() is not config
-    return not (encoder or recurrent or stateful or larger)
+    return not (encoder or stateful or larger)
 
 
 def load_model(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from build import FAMILIES, make
+from transformers import OPTConfig, OPTForCausalLM
 
 from tba.config.plugins import Plugin, names, resolve
 from tba.config.schema import Config
@@ -41,11 +42,13 @@ def gradients(policy: Policy, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def test_a_head_says_nothing_at_first(batch):
-    model = make("llama")
-    assert Policy(model, 1.0)(batch).head is None
+    sizes = {"word_embed_proj_dim": 16, "do_layer_norm_before": False, "vocab_size": 14}
+    narrow = OPTForCausalLM(OPTConfig(hidden_size=32, num_attention_heads=2, **sizes)).eval()
+    assert Policy(make("llama"), 1.0)(batch).head is None
     for head, shape in ((RESPONSE, (3, 4, 5)), (PROMPT, (3,))):
-        out = Policy(model, 1.0, head=head)(batch).head
-        assert out is not None and out.shape == shape and not out.any()
+        for model in (make("llama"), narrow):  # whose states are half as wide as its layers
+            out = Policy(model, 1.0, head=head)(batch).head
+            assert out is not None and out.shape == shape and not out.any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -197,6 +197,33 @@ def test_logits_that_a_model_scales_or_caps_are_its_own(name):
         torch.testing.assert_close(gradient, other, atol=1e-5, rtol=1e-4)
 
 
+MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1,
+    "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "index_head_dim": 16,
+    "index_n_heads": 2,
+}  # fmt: skip
+CACHES = {
+    "gemma4_text": {
+        "head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 14, "sliding_window": 4,
+    },
+    "deepseek_v32": MLA,
+}  # fmt: skip
+"""Models whose layers keep the keys of other layers, or keys beside those of attention."""
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_prompts_are_shared_whatever_their_layers_keep(name, batch):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**WIDE, **CACHES[name]}, initializer_range=0.3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    shared, plain = Policy(model, 0.7), Policy(model, 0.7, share_prompt=False)
+    torch.testing.assert_close(shared.logp(batch), plain.logp(batch), atol=1e-5, rtol=1e-5)
+    assert distance(gradients(shared, batch), gradients(plain, batch)) <= 1e-4
+
+
 def test_another_change_of_the_logits_is_refused():
     """HyperCLOVA X multiplies by the key by which Granite divides."""
     with pytest.raises(ValueError, match="changes its logits after the head"):

@@ -127,12 +127,16 @@ def test_log_probs_that_depend_on_the_batch_are_refused(tiny_model, broken, monk
     elif broken == "packed":
         monkeypatch.setattr(tba.learn.policy, "attention_mask", open_to_all)
     if broken is None:
-        check_lengths(policy, prompts, 20)
+        check_lengths(policy, prompts, 20, samples=True)
         return
-    with pytest.raises(ValueError, match=r"nats a token from those of each sequence alone"):
-        check_lengths(policy, prompts, 20)
+    alone = r"nats a token from those of each sequence alone"
+    with pytest.raises(ValueError, match=rf"{alone}.*set policy\.share_prompt=false"):
+        check_lengths(policy, prompts, 20, samples=True)
     policy.share_prompt = False
-    check_lengths(policy, prompts, 20)
+    check_lengths(policy, prompts, 20, samples=broken == "packed")
+    if broken == "cached":
+        with pytest.raises(ValueError, match=rf"{alone}.*would sample wrongly; use another"):
+            check_lengths(policy, prompts, 20, samples=True)
 
 
 def test_the_first_step_needs_the_reference_to_be_the_policy(tiny_model, batch):

@@ -273,6 +273,15 @@ def test_a_model_that_cannot_run_is_told(tiny_model, tmp_path):
         Policy(model, 1.0)
 
 
+@pytest.mark.parametrize("name", ["openai-gpt", "bert-generation"])
+def test_a_model_without_a_cache_is_told(name):
+    """The second one is an encoder, too, and has a cache only as a decoder."""
+    sizes = {"vocab_size": 14, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).eval()
+    with pytest.raises(ValueError, match=r"has no cache of keys and values: .*; use another model"):
+        Policy(model, 1.0)
+
+
 def test_another_device_is_refused_in_one_sentence(tiny_model):
     with pytest.raises(ValueError, match=r"run on cpu and cuda only, and not on 'mps'"):
         load_placed(PolicyTable(model=str(tiny_model)), "mps", bf16=False)

@@ -15,7 +15,7 @@ import torch
 from build import LORA, RANK, first_policy, make, run_and_keep, small
 from exact import BETA, completed, enumerate_answers, toy_config
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, FalconConfig, FalconForCausalLM
 
 from tba.assemble import open_run, run
 from tba.cli import _config
@@ -31,6 +31,7 @@ from tba.models.lora import (
     load_adapted,
     read_adapter,
     reference_weights,
+    round_linear,
     save_adapter,
 )
 from tba.models.pretrained import load_model
@@ -101,6 +102,19 @@ def test_disabled_adapters_leave_the_model_exactly(family, bf16, batch, tmp_path
         with reference_weights(adapted.model):
             assert torch.equal(adapted.logp(batch), expected)
         assert not torch.allclose(adapted.logp(batch), expected, atol=1e-2)
+
+
+def test_layers_in_bf16_change_nothing(batch):
+    """Falcon's layers add their bias without autocast, so that they stay in fp32."""
+    sizes = {"vocab_size": 14, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = FalconForCausalLM(FalconConfig(**sizes, bias=True, alibi=True)).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    with torch.no_grad():
+        expected = Policy(model, 0.7, autocast=True).logp(batch)
+        round_linear(model)
+        assert torch.equal(Policy(model, 0.7, autocast=True).logp(batch), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -285,6 +299,20 @@ def test_an_adapter_that_does_not_fit_is_refused_first(setting, toy_model, adapt
     config = small(toy_model, tmp_path / "run", f"policy.lora.from={adapter}", setting)
     with pytest.raises(ValueError, match=WRONG[setting]):
         check(config)
+
+
+def test_an_adapter_of_a_mixture_of_experts_fits(tmp_path, batch):
+    """PEFT trains both projections of an expert as one matrix, with a scale of its own."""
+    make("mixtral").save_pretrained(tmp_path / "model")
+    trained_model = load_adapted(policy_table(tmp_path / "model", r=RANK), bf16=False)
+    for parameter in trained(trained_model).values():
+        parameter.data += 0.1
+    save_adapter(trained_model, trained(trained_model), tmp_path / "start")
+    table = policy_table(tmp_path / "model", r=RANK, **{"from": str(tmp_path / "start")})
+    check_adapter(table)
+    with torch.no_grad():
+        logp = Policy(load_adapted(table, bf16=False), 0.7).logp(batch)
+        assert torch.equal(logp, Policy(trained_model, 0.7).logp(batch))
 
 
 def test_an_adapter_that_computes_something_else_is_refused(toy_model, adapter, tmp_path):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import AutoConfig
 
 from tba.config.tables import PolicyTable
 from tba.models import pretrained
-from tba.models.pretrained import check_model, load_text
+from tba.models.pretrained import check_kind, load_text
 from tba.prompt import Prompt
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -141,11 +141,26 @@ def test_a_hub_that_never_answers_is_given_up_after_one_timeout(hub):
     assert len(hub.requests) == 1
 
 
-def test_a_model_with_a_recurrent_state_is_refused(tmp_path):
-    config = MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1)
-    MambaForCausalLM(config).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("mamba", None),
+        ("lfm2", ["conv", "full_attention"]),
+        ("granitemoehybrid", ["mamba", "attention"]),
+    ],
+)
+def test_a_model_with_a_recurrent_state_is_refused(tmp_path, name, layers):
+    types = {} if layers is None else {"layer_types": layers, "num_hidden_layers": len(layers)}
+    AutoConfig.for_model(name, **types).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="with attention alone"):
-        check_model(PolicyTable(model=str(tmp_path)))
+        check_kind(PolicyTable(model=str(tmp_path)))
+
+
+def test_a_model_that_could_have_a_state_and_has_none_is_accepted(tmp_path):
+    """Granite 4 has sizes with attention alone."""
+    layers = {"layer_types": ["attention"] * 2, "num_hidden_layers": 2}
+    AutoConfig.for_model("granitemoehybrid", **layers).save_pretrained(tmp_path)
+    check_kind(PolicyTable(model=str(tmp_path)))
 
 
 def test_a_chat_that_the_template_refuses_is_told(make_model):
