@@ -113,9 +113,13 @@ class Request(BaseModel, extra="allow"):
 def message_of(
     chat: Chat, context: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the reply as a message of OpenAI's; calls that cannot be read stay text."""
+    """Return the reply as a message of OpenAI's.
+
+    Calls stay text where they cannot be read, or the request has no tools that may be called.
+    """
     message, calls = chat.read(context, turn.tokens, stop)
-    if asked.tool_choice == "none" or not calls or any(call.error for call in calls):
+    may_call = asked.tools and asked.tool_choice != "none"
+    if not may_call or not calls or any(call.error for call in calls):
         shown = chat.text.answer(turn.tokens, turn.finished, stop).text
         return {"role": "assistant", "content": shown}
     reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
