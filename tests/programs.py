@@ -190,8 +190,10 @@ def streams(base_url: str, row: dict[str, Any]) -> float:
     with post(base_url, [user("Say 1")], **options) as reply:
         parts = [line[6:] for line in reply.read().decode().split("\n\n") if line]
     assert parts[-1] == "[DONE]"
-    chunk, usage = map(json.loads, parts[:-1])
+    chunk, end, usage = map(json.loads, parts[:-1])
     assert chunk["choices"][0]["delta"]["content"] and usage["usage"]["completion_tokens"] > 0
+    reasons = [part["choices"][0]["finish_reason"] for part in (chunk, end)]
+    assert reasons == [None, "stop"] and end["choices"][0]["delta"] == {}
     first = ask(base_url, [user("Say 2")], return_token_ids=True, logprobs=True)
     second = ask(base_url, [user("Say 2"), said(first), user("more")], return_token_ids=True)
     tokens = first["choices"][0]["token_ids"]

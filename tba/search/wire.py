@@ -137,7 +137,7 @@ def completion(
     turn: Completion,
     message: Mapping[str, Any],
 ) -> Any:
-    """Return a reply in OpenAI's form, as JSON or as a stream of one part."""
+    """Return a reply in OpenAI's form, as JSON or as a stream, in which the message is one part."""
     from starlette.responses import JSONResponse, StreamingResponse
 
     reason = "tool_calls" if message.get("tool_calls") else "stop"
@@ -164,10 +164,13 @@ def completion(
         return JSONResponse(reply | whole)
     calls = message.get("tool_calls") or []
     delta = {**message, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-    chunk = {"object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]}
-    parts = [reply | chunk]
+    reply["object"] = "chat.completion.chunk"
+    # the end is a part of its own: with it, OpenAI's client tells that a call is complete
+    begun = {**choice, "delta": delta, "finish_reason": None}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    parts = [{**reply, "choices": [begun]}, {**reply, "choices": [ended]}]
     if (asked.stream_options or {}).get("include_usage"):
-        parts.append({**reply, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        parts.append({**reply, "choices": [], "usage": usage})
 
     async def stream() -> AsyncIterator[str]:
         for part in parts:
