@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 NUMBER = {"n": {"type": "integer", "description": "a number"}}
@@ -167,6 +169,17 @@ def gives_up(base_url: str, row: dict[str, Any]) -> float:
         ask(base_url, [user("Say 1")])
         return 1.0
     return 0.0  # it was too fast to leave
+
+
+def breaks_off(base_url: str, row: dict[str, Any]) -> float:
+    """Leave within a request, and ask another one."""
+    url = urlsplit(base_url)
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((url.hostname, url.port), 10) as connection:
+        connection.sendall(head.encode() + b'{"messages"')
+        time.sleep(0.2)
+    ask(base_url, [user("Say 1")])
+    return 1.0
 
 
 class Counts:

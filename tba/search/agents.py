@@ -137,11 +137,15 @@ class Endpoint:
 
     async def _chat(self, request: Any) -> Any:
         """Answer a request; errors are JSON, as OpenAI's clients read them."""
+        from starlette.requests import ClientDisconnect
+
         try:
             return await self._reply(request)
         except RefusedError as error:
             self.counts["agents/late" if error.status == 410 else "agents/refused"] += 1
             return error.reply()
+        except ClientDisconnect:  # before all of the request had come
+            return RefusedError(499, "nobody reads this").reply()
 
     async def _reply(self, request: Any) -> Any:
         """Return the reply, which enters the session once, however many connections wait for it."""

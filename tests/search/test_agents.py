@@ -193,6 +193,12 @@ def test_a_reply_that_nobody_read_is_not_trained_on(agent, held):
     assert [len(shown(searcher, group, k)) for k in range(2)] == [1, 1]
 
 
+def test_a_client_may_leave_within_its_request(agent, held, caplog):
+    _, result = held(agent("breaks_off", "1"))
+    assert result.stats.counts["agents/calls"] == 2
+    assert "Traceback" not in caplog.text
+
+
 def test_a_program_has_the_secrets_that_it_is_given(agent, monkeypatch, held):
     """What it raises is told without them."""
     monkeypatch.setenv("SOME_API_KEY", "hidden-value")
