@@ -99,6 +99,9 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"stop": ["x", ""]}, "stop"),
         ({"min_tokens": 5}, "min_tokens = 5"),
         ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
+        ({"parallel_tool_calls": False, "tools": [DOUBLE]}, "parallel_tool_calls = False"),
+        ({"reasoning_effort": "low"}, "reasoning_effort = 'low'"),
+        ({"tools": [DOUBLE, DOUBLE]}, "no function with a name of its own"),
     ]
     for options, why in wrong:
         status, _, message = refusal(base_url, hello, **options)
@@ -107,10 +110,14 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
     assert "no text" in refusal(base_url, [image])[2]
     assert refusal(base_url, [])[0] == 400
     assert refusal(base_url, [{"content": "?"}])[0] == 400
+    function = {"role": "function", "name": "double", "content": "2"}
+    assert "role = 'function' is none of" in refusal(base_url, [*hello, function])[2]
     odd = {"role": "assistant", "content": "?", "tool_calls": 5}
     assert "cannot be read" in refusal(base_url, [odd, user("Say")])[2]
     assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"
     assert refusal(base_url.replace("/s/", "/s/x"), hello)[:2] == (410, "session_ended")
+    status, code, message = refusal(f"{base_url}/v1", hello)  # or /responses
+    assert (status, code) == (404, "not_found") and "are served" in message
     for _ in range(3):
         ask(base_url, hello)
     assert refusal(base_url, hello)[:2] == (410, "session_ended")  # max_calls

@@ -216,10 +216,10 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
     schemas = {}
     for tool in json.loads(tools):
         match tool:
-            case {"type": "function", "function": {"name": str(name)}}:
+            case {"type": "function", "function": {"name": str(name)}} if name not in schemas:
                 schemas[name] = tool
             case _:
-                raise ValueError("tools: a tool is no function with a name")
+                raise ValueError("tools: a tool is no function with a name of its own")
     return Chat(text, schemas)
 
 
@@ -262,7 +262,7 @@ def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Await
         Route("/s/{session}/v1/models", models, methods=["GET"]),
     ]
     config = uvicorn.Config(
-        Starlette(routes=routes),
+        Starlette(routes=routes, exception_handlers={404: _not_served, 405: _not_served}),
         access_log=False,  # paths are secrets
         log_config=None,
         log_level="error",
@@ -270,6 +270,15 @@ def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Await
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
+
+
+async def _not_served(request: Any, error: Any) -> Any:
+    """Refuse a request to another path, such as /responses, or by another method."""
+    told = (
+        "only POST {base_url}/chat/completions and GET {base_url}/models are served; set your"
+        " client to chat completions"
+    )
+    return RefusedError(error.status_code, told).reply()
 
 
 Held = tuple[Session, Verdict]

@@ -19,6 +19,13 @@ COLDEST = 0.01
 ALLOWED: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "reasoning": (),
+    "thinking": (),
+    "enable_thinking": (),
+    "verbosity": (),
+    "web_search_options": (),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
@@ -53,11 +60,18 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
     "logits_processors": ([],),
     "typical_p": (1,),
     "truncate_prompt_tokens": (),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
 }
-"""Parameters that would change what is sampled, with the values that do not."""
+"""Parameters that would change what is sampled or shown, with the values that do not."""
 
 CODES = {
-    400: "invalid", 410: "session_ended", 413: "too_large", 499: "gone", 503: "overloaded",
+    400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended", 413: "too_large",
+    499: "gone", 503: "overloaded",
 }  # fmt: skip
 
 
