@@ -255,7 +255,13 @@ def check_stop(stops: Sequence[str], text: Tokenizer) -> None:
 
 
 def encoder(text: Tokenizer, task: Task) -> Encode:
-    """Return what encodes the prompts of a task: with its tools, if it has some."""
+    """Return what encodes the prompts of a task: with its tools, if it has some.
+
+    ValueError if the tokenizer has no chat template for its tools, or its program.
+    """
+    if task.program is not None:
+        with about("task.rollout"):
+            Chat(text, {})
     return text.encode if task.tools is None else chat_of(text, task.tools).encode
 
 

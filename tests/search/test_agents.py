@@ -232,3 +232,8 @@ def test_a_run_trains_on_sessions(agent, tmp_path):
 def test_wrong_settings_are_named_before_anything_starts(settings, why, agent):
     with pytest.raises(ValueError, match=why):
         check(agent("once", "1", settings=settings))
+
+
+def test_a_tokenizer_without_a_chat_template_is_named_before_anything_starts(agent, tiny_model):
+    with pytest.raises(ValueError, match="task.rollout: .*chat_template is not set"):
+        check(agent("once", "1", settings=[f"policy.model={tiny_model}"]))
