@@ -1,5 +1,7 @@
 """Programs that talk to the policy over HTTP: sessions, forks, faults, and whole runs."""
 
+import json
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -219,6 +221,21 @@ def test_a_run_trains_on_sessions(agent, tmp_path):
     assert summary is not None and (tmp_path / "run" / "summary.json").is_file()
 
 
+def test_a_session_may_be_as_long_as_the_models_context(agent, model, tmp_path):
+    """However short its row is: attention suits that, and rotary embeddings must not change."""
+    short = "sampling.max_tokens=2"
+    assert check(agent("once", "1", settings=[short])).config.policy.attention == "sdpa"
+    changes = tmp_path / "changes"
+    shutil.copytree(model, changes)
+    own = json.loads((changes / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+    own["rope_parameters"] = factors | rope
+    (changes / "config.json").write_text(json.dumps(own))
+    with pytest.raises(ValueError, match=r"more than 1024 tokens.* have 1 to 4096"):
+        check(agent("once", "1", settings=[short, f"policy.model={changes}"]))
+
+
 @pytest.mark.parametrize(
     "settings, why",
     [
@@ -235,5 +252,5 @@ def test_wrong_settings_are_named_before_anything_starts(settings, why, agent):
 
 
 def test_a_tokenizer_without_a_chat_template_is_named_before_anything_starts(agent, tiny_model):
-    with pytest.raises(ValueError, match="task.rollout: .*chat_template is not set"):
+    with pytest.raises(ValueError, match=r"task.rollout: .*chat_template is not set"):
         check(agent("once", "1", settings=[f"policy.model={tiny_model}"]))
