@@ -3,6 +3,7 @@
 import json
 import shutil
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from tba.assemble import run
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
 from tba.search import process
-from tba.search.evaluate import evaluate_held_out
+from tba.search.agents import Agents
+from tba.search.evaluate import evaluate_held_out, evaluate_piece
+from tba.search.result import Responses
 from tba.search.searcher import Searcher
 from tba.search.verdicts import Rejected, added
 from tba.types import Group, collate
@@ -169,6 +172,22 @@ def test_sessions_without_a_call_do_not_count_in_the_measures_of_tokens(agent, h
     assert scores["sampled_rejected"] == 0.5 and scores["sampled_length"] == 6.0
     for measure in ("log_ratio", "perplexity", "perplexity_with_prompt"):
         assert np.isfinite(scores[f"sampled_{measure}"])
+
+
+def test_sessions_of_an_evaluation_end_within_the_deadline_of_its_task(agent, held, monkeypatch):
+    """Greedy and sampled ones together, or a program that hangs would cost the searcher."""
+    searcher, _ = held(agent("once", "1", settings=["runtime.task_deadline=40"]))
+    given: list[float] = []
+    hold = Agents.hold
+
+    def recorded(*arguments: Any) -> Responses:
+        given.append(arguments[-1])
+        return hold(*arguments)
+
+    monkeypatch.setattr(Agents, "hold", recorded)
+    evaluate_piece(searcher, 0)
+    searcher.search(searcher.setup.held_out, seed=1)
+    assert given == [18.0, 18.0, 36.0]
 
 
 def test_a_reward_function_that_does_not_apply_leaves_the_programs_reward():
