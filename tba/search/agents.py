@@ -96,7 +96,8 @@ class Endpoint:
         self.failure: BaseException | None = None
         """What the engine raised while it sampled a reply."""
         self._text = text
-        self._fixed = fixed
+        self._fixed = fixed or ("" if engine.explores else "the engine cannot sample so")
+        self._config = engine.sampling
         self._sessions: dict[str, Live] = {}
         self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
         self._socket = socket.socket()
@@ -184,7 +185,7 @@ class Endpoint:
         """Return the tokens of a request, and the policy's reply."""
         with self.turns.expect():
             try:
-                sampling = asked.sampling(live.sampling, self._fixed)
+                sampling = asked.sampling(live.sampling, self._config, self._fixed)
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error

@@ -103,7 +103,7 @@ class SearchSetup:
     def _agents(self, program: Program, engine: Engine, text: Tokenizer) -> Agents:
         """Return what holds sessions of a program."""
         c = self.config
-        fixed = "" if engine.explores else f"engine={c.engine.use} cannot sample so"
+        fixed = ""
         if self.needs_behavior:
             fixed = "the objective needs the log-probs of the config's: objective=tb does not"
         limit = c.reward.max_memory

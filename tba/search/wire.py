@@ -96,10 +96,11 @@ class Request(BaseModel, extra="allow"):
     logprobs: bool | None = False
     return_token_ids: bool | None = False
 
-    def sampling(self, own: Sampling, fixed: str) -> Sampling:
+    def sampling(self, own: Sampling, config: Sampling, fixed: str) -> Sampling:
         """Return how the policy samples its reply; ValueError for what cannot be done.
 
-        `fixed` says why no other distribution than the config's may be sampled from, if so.
+        `own` is that of a search or an evaluation, `config` that of the config's searches. `fixed`
+        says why no other distribution may be sampled from, if so.
         """
         asked = self.model_dump()
         for name, allowed in ALLOWED.items():
@@ -110,9 +111,12 @@ class Request(BaseModel, extra="allow"):
         sampling = replace(own, samples=1, max_tokens=limit, stop=self.stops or own.stop)
         if own.temperature == 0:  # an evaluation with greedy replies
             return sampling
-        for name in ("temperature", "top_p"):
-            if fixed and asked[name] not in (None, vars(own)[name]):
-                raise ValueError(f"{name} = {asked[name]:g} is not that of the config, and {fixed}")
+        if fixed:
+            for name in ("temperature", "top_p"):
+                if asked[name] not in (None, vars(own)[name], vars(config)[name]):
+                    told = f"{name} = {asked[name]:g} is not that of the config, and {fixed}"
+                    raise ValueError(told)
+            return sampling  # an evaluation has a temperature of its own
         if self.temperature not in (None, own.temperature):
             sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
         if self.top_p is not None:

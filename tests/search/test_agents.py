@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import EOS
-from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, held_sessions
+from programs import refusal, user
+from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
 from tba.search import process
-from tba.search.agents import Agents
+from tba.search.agents import Agents, Endpoint, Live
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
 from tba.search.result import Responses
 from tba.search.searcher import Searcher
+from tba.search.session import Session
 from tba.search.verdicts import Rejected, added
 from tba.types import Group, collate
 
@@ -82,6 +84,23 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(agent, held):
     _, result = held(config)
     assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0], result
     assert result.stats.counts["agents/refused"] > 10
+
+
+def test_the_temperature_of_the_config_is_allowed_in_evaluations_of_another_one(agent, held):
+    settings = ["objective=grpo", "sampling.temperature=0.7", "eval.temperature=1"]
+    searcher, result = held(agent("warm", "1", settings=settings))
+    assert not result.stats.rejected
+    assert evaluate_held_out(searcher).scores["sampled_rejected"] == 0.0
+
+
+def test_an_engine_that_samples_at_one_temperature_refuses_others(agent, held, monkeypatch):
+    """Also where nothing is trained, as by `tba serve`: it would ignore them."""
+    searcher, _ = held(agent("once", "1"))
+    monkeypatch.setattr(Script, "explores", False)
+    endpoint = Endpoint(searcher.engine, searcher.text)
+    url = endpoint.begin(Live(Session("append"), searcher.engine.sampling, 0, 0, 9))
+    assert "cannot sample so" in refusal(url, [user("Say 1")], temperature=0.7)[2]
+    endpoint.close()
 
 
 def test_a_rewritten_past_is_a_new_context_of_the_same_session(agent, held):
