@@ -6,6 +6,7 @@ Linux must allow user namespaces (`unshare --user true`); otherwise it refuses t
 
 import asyncio
 import re
+import secrets
 import subprocess
 import tempfile
 from pathlib import Path
@@ -29,10 +30,14 @@ BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def run_alone(source: str) -> bool:
-    """Return whether a program ends well; RuntimeError where it cannot run protected."""
+    """Return whether a program ends well, behind its last line; one may exit before the tests.
+
+    RuntimeError where it cannot run protected.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "main.py")
-        file.write_text(source, "utf-8")
+        reached = Path(folder, secrets.token_hex(16))
+        file.write_text(f"{source}\nopen({str(reached)!r}, 'w')", "utf-8")
         command = [*ALONE, "prlimit", *LIMITS, "python3", "-I", str(file)]
         try:
             ended = subprocess.run(
@@ -46,10 +51,11 @@ def run_alone(source: str) -> bool:
             )
         except subprocess.TimeoutExpired:
             return False
+        passed = ended.returncode == 0 and reached.exists()
     if ended.stderr.startswith((b"unshare:", b"prlimit:")):
         told = ended.stderr.decode().strip()
         raise RuntimeError(f"code cannot run without a network here: {told}")
-    return ended.returncode == 0
+    return passed
 
 
 async def rollout(client: openai.AsyncOpenAI, row: dict) -> dict:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 NUMBER = {"n": {"type": "integer", "description": "a number"}}
@@ -83,6 +85,12 @@ async def once(base_url: str, row: dict[str, Any]) -> dict[str, float]:
     return {"reward": len(message["content"]), "solved": 1.0}
 
 
+def warm(base_url: str, row: dict[str, Any]) -> float:
+    """Ask with a temperature."""
+    ask(base_url, [user("Say 1")], temperature=0.7)
+    return 1.0
+
+
 def refused(base_url: str, row: dict[str, Any]) -> float:
     """Ask for all that cannot be done; each is refused in a sentence."""
     hello = [user("Say")]
@@ -97,6 +105,9 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"stop": ["x", ""]}, "stop"),
         ({"min_tokens": 5}, "min_tokens = 5"),
         ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
+        ({"parallel_tool_calls": False, "tools": [DOUBLE]}, "parallel_tool_calls = False"),
+        ({"reasoning_effort": "low"}, "reasoning_effort = 'low'"),
+        ({"tools": [DOUBLE, DOUBLE]}, "no function with a name of its own"),
     ]
     for options, why in wrong:
         status, _, message = refusal(base_url, hello, **options)
@@ -105,10 +116,14 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
     assert "no text" in refusal(base_url, [image])[2]
     assert refusal(base_url, [])[0] == 400
     assert refusal(base_url, [{"content": "?"}])[0] == 400
+    function = {"role": "function", "name": "double", "content": "2"}
+    assert "role = 'function' is none of" in refusal(base_url, [*hello, function])[2]
     odd = {"role": "assistant", "content": "?", "tool_calls": 5}
     assert "cannot be read" in refusal(base_url, [odd, user("Say")])[2]
     assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"
     assert refusal(base_url.replace("/s/", "/s/x"), hello)[:2] == (410, "session_ended")
+    status, code, message = refusal(f"{base_url}/v1", hello)  # or /responses
+    assert (status, code) == (404, "not_found") and "are served" in message
     for _ in range(3):
         ask(base_url, hello)
     assert refusal(base_url, hello)[:2] == (410, "session_ended")  # max_calls
@@ -169,6 +184,17 @@ def gives_up(base_url: str, row: dict[str, Any]) -> float:
     return 0.0  # it was too fast to leave
 
 
+def breaks_off(base_url: str, row: dict[str, Any]) -> float:
+    """Leave within a request, and ask another one."""
+    url = urlsplit(base_url)
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((url.hostname, url.port), 10) as connection:
+        connection.sendall(head.encode() + b'{"messages"')
+        time.sleep(0.2)
+    ask(base_url, [user("Say 1")])
+    return 1.0
+
+
 class Counts:
     """Made once in a process."""
 
@@ -190,8 +216,10 @@ def streams(base_url: str, row: dict[str, Any]) -> float:
     with post(base_url, [user("Say 1")], **options) as reply:
         parts = [line[6:] for line in reply.read().decode().split("\n\n") if line]
     assert parts[-1] == "[DONE]"
-    chunk, usage = map(json.loads, parts[:-1])
+    chunk, end, usage = map(json.loads, parts[:-1])
     assert chunk["choices"][0]["delta"]["content"] and usage["usage"]["completion_tokens"] > 0
+    reasons = [part["choices"][0]["finish_reason"] for part in (chunk, end)]
+    assert reasons == [None, "stop"] and end["choices"][0]["delta"] == {}
     first = ask(base_url, [user("Say 2")], return_token_ids=True, logprobs=True)
     second = ask(base_url, [user("Say 2"), said(first), user("more")], return_token_ids=True)
     tokens = first["choices"][0]["token_ids"]

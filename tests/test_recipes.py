@@ -55,6 +55,7 @@ def test_code_runs_without_a_network_and_with_limits(run_code, tmp_path, monkeyp
     programs = {
         "assert 1 + 1 == 2": True,
         "assert 1 + 1 == 3": False,
+        "raise SystemExit(0)\nassert 1 + 1 == 3": False,
         "x = 'a' * 10**9": False,
         network: False,
         "open('big', 'w').write('x' * 2 * 10**6)": False,

@@ -100,7 +100,9 @@ def check_rotary(config: Any, shortest: int, longest: int) -> None:
         raise ValueError(
             f"policy.model has other rotary embeddings (longrope) in sequences of more than"
             f" {limit} tokens, and sequences of this run have {shortest} to {longest}; lower"
-            f" sampling.max_tokens or leave out prompts, so that none has more than {limit}"
+            f" sampling.max_tokens or leave out prompts, so that none has more than {limit}; for"
+            " sessions of a program, lower engine.max_model_len, which vllm has, or use another"
+            " model"
         )
 
 

@@ -113,9 +113,8 @@ class Tokenizer:
         """Return a response as text, up to the first stop string, which finishes it."""
         text = self.decode(tokens)
         ids = tuple(tokens.tolist())
-        places = [text.find(each) for each in stop if each in text]
-        shown = text[: min(places, default=len(text))]
-        return Answer(shown, finished or bool(places), tokens=ids, version=version)
+        shown = before_stop(text, stop)
+        return Answer(shown, finished or shown != text, tokens=ids, version=version)
 
     def within(self, tokens: int | None) -> "Tokenizer":
         """Return the text with an engine's own limit as the context, if it has one."""
@@ -146,6 +145,12 @@ class Tokenizer:
                 " or raise engine.max_model_len if that is lower than the model's"
             )
         return tokens
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first stop string in it."""
+    places = [text.find(each) for each in stop if each in text]
+    return text[: min(places, default=len(text))]
 
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:

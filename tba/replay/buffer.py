@@ -200,9 +200,10 @@ def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Traject
     """
     begins_alike = np.array_equal(own[: len(stored)], stored)
     given = own[len(stored) :] if begins_alike else own
-    if not len(given):
+    if begins_alike and not len(given):
         return t
-    marks = np.full(len(given), GIVEN, np.uint8)
+    # sessions that share not even their first token have no prompt, and begin with given tokens
+    marks = np.concatenate([np.full(len(given), GIVEN, np.uint8), marks_of(t)])
     marks[0] = GIVEN if begins_alike else RESTART
     zeros = np.zeros(len(given), np.float32)
     return replace(
@@ -212,7 +213,7 @@ def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Traject
         ref_logp=np.concatenate([zeros, t.ref_logp]),
         value=None if t.value is None else np.concatenate([zeros, t.value]),
         switches=tuple((place + len(given), version) for place, version in t.switches),
-        marks=np.concatenate([marks, marks_of(t)]),
+        marks=marks,
     )
 
 

@@ -182,7 +182,7 @@ def _setup_of(
     if not data.held_out:
         check_unevaluated(config)
     return RunSetup(
-        config=_with_lengths(config.within_epochs(len(data.prompts)), data.extremes),
+        config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
         task=data.task,
         prompts=data.prompts,
@@ -252,10 +252,14 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
         check_tools(task.tools, prompt, config.reward.isolate)
 
 
-def _with_lengths(config: Config, prompts: Sequence[np.ndarray]) -> Config:
+def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:
     """Choose SDPA for attention "auto", if the model has it, where eager needs much memory."""
-    longest = len(prompts[-1]) + config.sampling.max_tokens
-    check_rotary(load_config(config.policy), len(prompts[0]) + 1, longest)
+    shortest = len(data.extremes[0]) + 1
+    longest = len(data.extremes[-1]) + config.sampling.max_tokens
+    if data.task.program is not None:  # a session may have any length, whatever its row has
+        shortest = 1
+        longest = text.context
+    check_rotary(load_config(config.policy), shortest, longest)
     policy = config.policy
     is_too_long = policy.attention == "auto" and longest > EAGER_TOKENS
     if is_too_long and load_empty_model(policy)._supports_sdpa:

@@ -96,7 +96,8 @@ class Endpoint:
         self.failure: BaseException | None = None
         """What the engine raised while it sampled a reply."""
         self._text = text
-        self._fixed = fixed
+        self._fixed = fixed or ("" if engine.explores else "the engine cannot sample so")
+        self._config = engine.sampling
         self._sessions: dict[str, Live] = {}
         self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
         self._socket = socket.socket()
@@ -137,11 +138,15 @@ class Endpoint:
 
     async def _chat(self, request: Any) -> Any:
         """Answer a request; errors are JSON, as OpenAI's clients read them."""
+        from starlette.requests import ClientDisconnect
+
         try:
             return await self._reply(request)
         except RefusedError as error:
             self.counts["agents/late" if error.status == 410 else "agents/refused"] += 1
             return error.reply()
+        except ClientDisconnect:  # before all of the request had come
+            return RefusedError(499, "nobody reads this").reply()
 
     async def _reply(self, request: Any) -> Any:
         """Return the reply, which enters the session once, however many connections wait for it."""
@@ -180,7 +185,7 @@ class Endpoint:
         """Return the tokens of a request, and the policy's reply."""
         with self.turns.expect():
             try:
-                sampling = asked.sampling(live.sampling, self._fixed)
+                sampling = asked.sampling(live.sampling, self._config, self._fixed)
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error
@@ -212,10 +217,10 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
     schemas = {}
     for tool in json.loads(tools):
         match tool:
-            case {"type": "function", "function": {"name": str(name)}}:
+            case {"type": "function", "function": {"name": str(name)}} if name not in schemas:
                 schemas[name] = tool
             case _:
-                raise ValueError("tools: a tool is no function with a name")
+                raise ValueError("tools: a tool is no function with a name of its own")
     return Chat(text, schemas)
 
 
@@ -258,7 +263,7 @@ def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Await
         Route("/s/{session}/v1/models", models, methods=["GET"]),
     ]
     config = uvicorn.Config(
-        Starlette(routes=routes),
+        Starlette(routes=routes, exception_handlers={404: _not_served, 405: _not_served}),
         access_log=False,  # paths are secrets
         log_config=None,
         log_level="error",
@@ -266,6 +271,15 @@ def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Await
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
+
+
+async def _not_served(request: Any, error: Any) -> Any:
+    """Refuse a request to another path, such as /responses, or by another method."""
+    told = (
+        "only POST {base_url}/chat/completions and GET {base_url}/models are served; set your"
+        " client to chat completions"
+    )
+    return RefusedError(error.status_code, told).reply()
 
 
 Held = tuple[Session, Verdict]

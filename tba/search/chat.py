@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tba.config.errors import about
-from tba.models.pretrained import Encode, Tokenizer
+from tba.models.pretrained import Encode, Tokenizer, before_stop
 from tba.models.template import text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
@@ -146,13 +146,14 @@ class Chat:
             spoken = parsed.get("content") or ""
             if ended:  # what reads calls may leave it
                 spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
-            return {**message, **parsed, "content": spoken}, calls
+            return {**message, **parsed, "content": before_stop(spoken, stop)}, calls
         written = tokenizer.decode(turn[: len(turn) - ended].tolist())
         calls = [_read(each) for each in CALL.findall(written)]
         if calls:
             sound = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
             functions = [_as_function(each) for each in sound]
-            message |= {"content": CALL.sub("", written).strip(), "tool_calls": functions}
+            content = before_stop(CALL.sub("", written), stop).strip()
+            message |= {"content": content, "tool_calls": functions}
         return message, calls
 
     @property
@@ -254,7 +255,13 @@ def check_stop(stops: Sequence[str], text: Tokenizer) -> None:
 
 
 def encoder(text: Tokenizer, task: Task) -> Encode:
-    """Return what encodes the prompts of a task: with its tools, if it has some."""
+    """Return what encodes the prompts of a task: with its tools, if it has some.
+
+    ValueError if the tokenizer has no chat template for its tools, or its program.
+    """
+    if task.program is not None:
+        with about("task.rollout"):
+            Chat(text, {})
     return text.encode if task.tools is None else chat_of(text, task.tools).encode
 
 

@@ -21,7 +21,7 @@ from tba.prompt import Prompt
 from tba.search.chat import shown
 from tba.search.reference import Reference
 from tba.search.result import EvaluatedAnswer, Evaluation, Mode, Responses
-from tba.search.searcher import Searcher, SearchSetup
+from tba.search.searcher import MOST_OF_TASK, Searcher, SearchSetup
 from tba.search.verdicts import Rejected, Verdict
 from tba.streams import Use, seed_of
 from tba.tasks import Itemized
@@ -255,7 +255,7 @@ def _answer(
 ) -> Answers:
     """Answer every prompt, and score the answers; `task` is the name of the set."""
     scoring = searcher.scoring
-    responses = searcher.answer(task, prompts, sampling, seed)
+    responses = searcher.answer(task, prompts, sampling, seed, MOST_OF_TASK / 2)
     answers = responses.answers
     verdicts = responses.rewarded(scoring(prompts, answers, (task, None)), answers)
     values = {"reward": _as_table(verdicts)}

@@ -40,7 +40,10 @@ A search that hangs in two calls, after which the others are not tried, then kee
 
 
 MOST_OF_TASK = 0.9
-"""Share of `runtime.task_deadline` after which sessions of a program end."""
+"""Share of `runtime.task_deadline` after which the sessions of a search end.
+
+Those of a piece of an evaluation, greedy and sampled, have half of it each.
+"""
 
 
 class LogpGapError(SearchError):
@@ -100,7 +103,7 @@ class SearchSetup:
     def _agents(self, program: Program, engine: Engine, text: Tokenizer) -> Agents:
         """Return what holds sessions of a program."""
         c = self.config
-        fixed = "" if engine.explores else f"engine={c.engine.use} cannot sample so"
+        fixed = ""
         if self.needs_behavior:
             fixed = "the objective needs the log-probs of the config's: objective=tb does not"
         limit = c.reward.max_memory
@@ -245,15 +248,21 @@ class Searcher:
         return SearchResult(groups, stats, died)
 
     def answer(
-        self, name: str, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        share: float = MOST_OF_TASK,
     ) -> Responses:
         """Sample responses of each prompt.
 
-        They are dialogues if the task of this name has tools, and sessions if it has a program.
+        They are dialogues if the task of this name has tools, and sessions if it has a program,
+        which end after this share of `runtime.task_deadline`.
         """
         task = self.scoring.tasks[name]
         if name in self.agents:
-            seconds = MOST_OF_TASK * self.setup.config.runtime.task_deadline
+            seconds = share * self.setup.config.runtime.task_deadline
             return self.agents[name].hold(prompts, sampling, seed, seconds)
         if task.tools is not None:
             return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)

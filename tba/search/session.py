@@ -33,6 +33,8 @@ IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change what it says."""
 REPLY = ("role", "content", "tool_calls")
 """Keys of a reply that say something; clients add others."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages; chat templates leave out others without a word."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a reply's thoughts, which OpenAI's messages do not have, and programs may leave out."""
 
@@ -256,6 +258,8 @@ def readable(message: Mapping[str, Any]) -> Message:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("a message is no object with `role` and `content`")
+    if message["role"] not in ROLES:
+        raise ValueError(f"role = {message['role']!r} is none of {', '.join(ROLES)}")
     plain = {name: value for name, value in message.items() if value is not None}
     if plain["role"] == "developer":
         plain["role"] = "system"

@@ -19,6 +19,13 @@ COLDEST = 0.01
 ALLOWED: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "reasoning": (),
+    "thinking": (),
+    "enable_thinking": (),
+    "verbosity": (),
+    "web_search_options": (),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
@@ -53,11 +60,18 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
     "logits_processors": ([],),
     "typical_p": (1,),
     "truncate_prompt_tokens": (),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
 }
-"""Parameters that would change what is sampled, with the values that do not."""
+"""Parameters that would change what is sampled or shown, with the values that do not."""
 
 CODES = {
-    400: "invalid", 410: "session_ended", 413: "too_large", 499: "gone", 503: "overloaded",
+    400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended", 413: "too_large",
+    499: "gone", 503: "overloaded",
 }  # fmt: skip
 
 
@@ -82,10 +96,11 @@ class Request(BaseModel, extra="allow"):
     logprobs: bool | None = False
     return_token_ids: bool | None = False
 
-    def sampling(self, own: Sampling, fixed: str) -> Sampling:
+    def sampling(self, own: Sampling, config: Sampling, fixed: str) -> Sampling:
         """Return how the policy samples its reply; ValueError for what cannot be done.
 
-        `fixed` says why no other distribution than the config's may be sampled from, if so.
+        `own` is that of a search or an evaluation, `config` that of the config's searches. `fixed`
+        says why no other distribution may be sampled from, if so.
         """
         asked = self.model_dump()
         for name, allowed in ALLOWED.items():
@@ -96,9 +111,12 @@ class Request(BaseModel, extra="allow"):
         sampling = replace(own, samples=1, max_tokens=limit, stop=self.stops or own.stop)
         if own.temperature == 0:  # an evaluation with greedy replies
             return sampling
-        for name in ("temperature", "top_p"):
-            if fixed and asked[name] not in (None, vars(own)[name]):
-                raise ValueError(f"{name} = {asked[name]:g} is not that of the config, and {fixed}")
+        if fixed:
+            for name in ("temperature", "top_p"):
+                if asked[name] not in (None, vars(own)[name], vars(config)[name]):
+                    told = f"{name} = {asked[name]:g} is not that of the config, and {fixed}"
+                    raise ValueError(told)
+            return sampling  # an evaluation has a temperature of its own
         if self.temperature not in (None, own.temperature):
             sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
         if self.top_p is not None:
@@ -113,9 +131,13 @@ class Request(BaseModel, extra="allow"):
 def message_of(
     chat: Chat, context: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the reply as a message of OpenAI's; calls that cannot be read stay text."""
+    """Return the reply as a message of OpenAI's.
+
+    Calls stay text where they cannot be read, or the request has no tools that may be called.
+    """
     message, calls = chat.read(context, turn.tokens, stop)
-    if asked.tool_choice == "none" or not calls or any(call.error for call in calls):
+    may_call = asked.tools and asked.tool_choice != "none"
+    if not may_call or not calls or any(call.error for call in calls):
         shown = chat.text.answer(turn.tokens, turn.finished, stop).text
         return {"role": "assistant", "content": shown}
     reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
@@ -133,7 +155,7 @@ def completion(
     turn: Completion,
     message: Mapping[str, Any],
 ) -> Any:
-    """Return a reply in OpenAI's form, as JSON or as a stream of one part."""
+    """Return a reply in OpenAI's form, as JSON or as a stream, in which the message is one part."""
     from starlette.responses import JSONResponse, StreamingResponse
 
     reason = "tool_calls" if message.get("tool_calls") else "stop"
@@ -160,10 +182,13 @@ def completion(
         return JSONResponse(reply | whole)
     calls = message.get("tool_calls") or []
     delta = {**message, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
-    chunk = {"object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]}
-    parts = [reply | chunk]
+    reply["object"] = "chat.completion.chunk"
+    # the end is a part of its own: with it, OpenAI's client tells that a call is complete
+    begun = {**choice, "delta": delta, "finish_reason": None}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    parts = [{**reply, "choices": [begun]}, {**reply, "choices": [ended]}]
     if (asked.stream_options or {}).get("include_usage"):
-        parts.append({**reply, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        parts.append({**reply, "choices": [], "usage": usage})
 
     async def stream() -> AsyncIterator[str]:
         for part in parts:

@@ -155,6 +155,14 @@ def test_a_session_that_begins_otherwise_brings_its_prompt(tiny_model, sessions)
             )
 
 
+def test_a_session_without_a_prompt_does_not_see_that_of_earlier_ones(sessions):
+    """Sessions of its search have begun with other tokens, and those of an earlier one alike."""
+    t = sessions[0].trajectories[2]
+    moved = behind_prompt(t, np.zeros(0, np.int32), sessions[0].prompt_tokens)
+    assert np.array_equal(moved.tokens, t.tokens)
+    assert moved.marks.tolist() == [R, *t.marks.tolist()[1:]]
+
+
 OUTCOMES = 4  # tokens of talk's model, each of which a reply may be
 BETA = 0.5
 

@@ -1,18 +1,25 @@
 """Programs that talk to the policy over HTTP: sessions, forks, faults, and whole runs."""
 
+import json
+import shutil
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import EOS
-from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, held_sessions
+from programs import refusal, user
+from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
 from tba.search import process
-from tba.search.evaluate import evaluate_held_out
+from tba.search.agents import Agents, Endpoint, Live
+from tba.search.evaluate import evaluate_held_out, evaluate_piece
+from tba.search.result import Responses
 from tba.search.searcher import Searcher
+from tba.search.session import Session
 from tba.search.verdicts import Rejected, added
 from tba.types import Group, collate
 
@@ -77,6 +84,23 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(agent, held):
     _, result = held(config)
     assert [t.reward for g in result.groups for t in g.trajectories] == [1.0, 1.0], result
     assert result.stats.counts["agents/refused"] > 10
+
+
+def test_the_temperature_of_the_config_is_allowed_in_evaluations_of_another_one(agent, held):
+    settings = ["objective=grpo", "sampling.temperature=0.7", "eval.temperature=1"]
+    searcher, result = held(agent("warm", "1", settings=settings))
+    assert not result.stats.rejected
+    assert evaluate_held_out(searcher).scores["sampled_rejected"] == 0.0
+
+
+def test_an_engine_that_samples_at_one_temperature_refuses_others(agent, held, monkeypatch):
+    """Also where nothing is trained, as by `tba serve`: it would ignore them."""
+    searcher, _ = held(agent("once", "1"))
+    monkeypatch.setattr(Script, "explores", False)
+    endpoint = Endpoint(searcher.engine, searcher.text)
+    url = endpoint.begin(Live(Session("append"), searcher.engine.sampling, 0, 0, 9))
+    assert "cannot sample so" in refusal(url, [user("Say 1")], temperature=0.7)[2]
+    endpoint.close()
 
 
 def test_a_rewritten_past_is_a_new_context_of_the_same_session(agent, held):
@@ -169,6 +193,22 @@ def test_sessions_without_a_call_do_not_count_in_the_measures_of_tokens(agent, h
         assert np.isfinite(scores[f"sampled_{measure}"])
 
 
+def test_sessions_of_an_evaluation_end_within_the_deadline_of_its_task(agent, held, monkeypatch):
+    """Greedy and sampled ones together, or a program that hangs would cost the searcher."""
+    searcher, _ = held(agent("once", "1", settings=["runtime.task_deadline=40"]))
+    given: list[float] = []
+    hold = Agents.hold
+
+    def recorded(*arguments: Any) -> Responses:
+        given.append(arguments[-1])
+        return hold(*arguments)
+
+    monkeypatch.setattr(Agents, "hold", recorded)
+    evaluate_piece(searcher, 0)
+    searcher.search(searcher.setup.held_out, seed=1)
+    assert given == [18.0, 18.0, 36.0]
+
+
 def test_a_reward_function_that_does_not_apply_leaves_the_programs_reward():
     assert added(Rejected("none", ""), 2.0) == 2.0
 
@@ -193,6 +233,12 @@ def test_a_reply_that_nobody_read_is_not_trained_on(agent, held):
     assert [len(shown(searcher, group, k)) for k in range(2)] == [1, 1]
 
 
+def test_a_client_may_leave_within_its_request(agent, held, caplog):
+    _, result = held(agent("breaks_off", "1"))
+    assert result.stats.counts["agents/calls"] == 2
+    assert "Traceback" not in caplog.text
+
+
 def test_a_program_has_the_secrets_that_it_is_given(agent, monkeypatch, held):
     """What it raises is told without them."""
     monkeypatch.setenv("SOME_API_KEY", "hidden-value")
@@ -213,6 +259,21 @@ def test_a_run_trains_on_sessions(agent, tmp_path):
     assert summary is not None and (tmp_path / "run" / "summary.json").is_file()
 
 
+def test_a_session_may_be_as_long_as_the_models_context(agent, model, tmp_path):
+    """However short its row is: attention suits that, and rotary embeddings must not change."""
+    short = "sampling.max_tokens=2"
+    assert check(agent("once", "1", settings=[short])).config.policy.attention == "sdpa"
+    changes = tmp_path / "changes"
+    shutil.copytree(model, changes)
+    own = json.loads((changes / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+    own["rope_parameters"] = factors | rope
+    (changes / "config.json").write_text(json.dumps(own))
+    with pytest.raises(ValueError, match=r"more than 1024 tokens.* have 1 to 4096"):
+        check(agent("once", "1", settings=[short, f"policy.model={changes}"]))
+
+
 @pytest.mark.parametrize(
     "settings, why",
     [
@@ -226,3 +287,8 @@ def test_a_run_trains_on_sessions(agent, tmp_path):
 def test_wrong_settings_are_named_before_anything_starts(settings, why, agent):
     with pytest.raises(ValueError, match=why):
         check(agent("once", "1", settings=settings))
+
+
+def test_a_tokenizer_without_a_chat_template_is_named_before_anything_starts(agent, tiny_model):
+    with pytest.raises(ValueError, match=r"task.rollout: .*chat_template is not set"):
+        check(agent("once", "1", settings=[f"policy.model={tiny_model}"]))

@@ -16,6 +16,7 @@ from talk import SIMPLE, call, dialogue_model
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
 from tba.models.template import text_of
+from tba.prompt import Prompt
 from tba.search.chat import Chat
 from tba.search.session import Exchange, Session, squeezed
 from tba.search.wire import Request, message_of
@@ -166,3 +167,22 @@ def test_a_program_may_leave_out_the_thoughts_of_a_reply_but_not_change_them(tex
     assert after("b") is exchanges[1]
     assert after(None) in exchanges and after("") in exchanges
     assert after("c") is None
+
+
+@pytest.mark.parametrize(
+    "asked, content, calls",
+    [
+        ({}, f"Hm. {call('double', n=1)} ", 0),
+        ({"tools": [TOOL], "tool_choice": "none"}, f"Hm. {call('double', n=1)} ", 0),
+        ({"tools": [TOOL]}, "Hm.", 1),
+    ],
+)
+def test_calls_are_read_where_tools_may_be_called_and_stop_strings_are_left_out(
+    asked, content, calls, text
+):
+    request = Request(messages=[{"role": "user", "content": "Say 1"}], stop="Obs", **asked)
+    chat = Chat(text, {tool["function"]["name"]: tool for tool in request.tools or []})
+    tokens = text.tokens(f"Hm. {call('double', n=1)} Obs")
+    turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
+    reply = message_of(chat, chat.encode(Prompt("", "Say 1")), turn, request, request.stops)
+    assert (reply["content"], len(reply.get("tool_calls", []))) == (content, calls)

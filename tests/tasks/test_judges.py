@@ -260,6 +260,14 @@ def test_a_template_is_filled_once():
     assert conversation(chat, "ok") == conversation(chat, answer) == [*chat, *answer]
 
 
+def test_a_session_has_its_own_prompt():
+    """Its messages are a whole chat, in which a judge reads the prompt once."""
+    contents = {"user": "2 + 2?", "assistant": "Let me see.", "tool": "4"}
+    session = [{"role": role, "content": text} for role, text in contents.items()]
+    assert conversation("the row", session) == session
+    assert fill("{prompt} -> {completion}", "the row", session) == "2 + 2? -> Let me see.\n\n4"
+
+
 WRONG: dict[str, tuple[type, dict[str, Any], dict[str, Any], str]] = {
     "several labels": (
         Classifier, {"labels": ("fine", "rude")}, {}, "known: fine, rude",

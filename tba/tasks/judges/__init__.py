@@ -4,6 +4,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from inspect import isawaitable
+from itertools import takewhile
 from typing import Any
 
 from tba.models.template import text_of
@@ -49,12 +50,22 @@ def conversation(prompt: Text, completion: Text) -> list[Message]:
 
     A completion that goes on with the last message of the prompt is one message with it.
     """
-    messages = [*_messages("user", prompt)]
-    for message in _messages("assistant", completion):
+    messages, completed = _both(prompt, completion)
+    for message in completed:
         if messages and messages[-1]["role"] == message["role"] == "assistant":
             message["content"] = messages.pop()["content"] + message["content"]
         messages.append(message)
     return list(messages)
+
+
+def _both(prompt: Text, completion: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages of a prompt and of its completion.
+
+    A session of a program is a whole chat: what stands before its first reply is the prompt.
+    """
+    completed = _messages("assistant", completion)
+    asked = list(takewhile(lambda message: message["role"] != "assistant", completed))
+    return asked or _messages("user", prompt), completed[len(asked) :]
 
 
 def _messages(role: str, text: Text) -> list[dict[str, Any]]:
@@ -65,8 +76,8 @@ def _messages(role: str, text: Text) -> list[dict[str, Any]]:
 def fill(template: str, prompt: Text, completion: Text) -> str:
     """Return a template with the text of a prompt and its completion; messages are paragraphs."""
     texts = {}
-    for mark, text in (("{prompt}", prompt), ("{completion}", completion)):
-        texts[mark] = "\n\n".join(message["content"] for message in _messages("", text))
+    for mark, messages in zip(("{prompt}", "{completion}"), _both(prompt, completion), strict=True):
+        texts[mark] = "\n\n".join(message["content"] for message in messages)
     # in one pass, because a prompt may itself have "{completion}" in it
     return re.sub(r"\{prompt\}|\{completion\}", lambda mark: texts[mark[0]], template)
 
