@@ -107,6 +107,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
         ({"parallel_tool_calls": False, "tools": [DOUBLE]}, "parallel_tool_calls = False"),
         ({"reasoning_effort": "low"}, "reasoning_effort = 'low'"),
+        ({"penalty_of_tomorrow": 1}, "penalty_of_tomorrow = 1"),
         ({"tools": [DOUBLE, DOUBLE]}, "no function with a name of its own"),
     ]
     for options, why in wrong:

@@ -16,16 +16,10 @@ from tba.types import Completion, Sampling
 
 COLDEST = 0.01
 """Temperature for programs that ask for 0."""
-ALLOWED: Mapping[str, Sequence[Any]] = {
+NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
-    "reasoning_effort": (),
-    "reasoning": (),
-    "thinking": (),
-    "enable_thinking": (),
-    "verbosity": (),
-    "web_search_options": (),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
@@ -35,40 +29,15 @@ ALLOWED: Mapping[str, Sequence[Any]] = {
     "top_logprobs": (0,),
     "top_k": (0, -1),
     "min_p": (0,),
-    "functions": (),
-    "function_call": (),
-    "audio": (),
-    "prediction": (),
-    "best_of": (1,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "chat_template_kwargs": ({},),
-    "chat_template": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "stop_token_ids": ([],),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "typical_p": (1,),
-    "truncate_prompt_tokens": (),
-    "echo": (False,),
-    "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
 }
-"""Parameters that would change what is sampled or shown, with the values that do not."""
-
+"""Parameters with the values that change nothing; others are refused."""
+IGNORED = {
+    "seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "priority", "cache_salt",
+}  # fmt: skip
+"""Parameters that change nothing, whatever their value."""
 CODES = {
     400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended", 413: "too_large",
     499: "gone", 503: "overloaded",
@@ -80,7 +49,7 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class Request(BaseModel, extra="allow"):
-    """Body of a request. `model`, `seed` and what is not named here are ignored."""
+    """Body of a request. `model` is ignored; what is named neither here nor above is refused."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str = "policy"
@@ -103,10 +72,13 @@ class Request(BaseModel, extra="allow"):
         says why no other distribution may be sampled from, if so.
         """
         asked = self.model_dump()
-        for name, allowed in ALLOWED.items():
-            if asked.get(name) is not None and asked[name] not in allowed:
-                instead = f"; leave it out, or give {allowed[0]!r}" if allowed else ""
-                raise ValueError(f"{name} = {asked[name]!r} is not supported{instead}")
+        for name in sorted({"tool_choice", *(self.model_extra or {})} - IGNORED):
+            neutral = NEUTRAL.get(name, ())
+            if asked[name] is not None and asked[name] not in neutral:
+                instead = f", or give {neutral[0]!r}" if neutral else ""
+                raise ValueError(
+                    f"{name} = {asked[name]!r} is not supported; leave it out{instead}"
+                )
         limit = min(self.max_completion_tokens or self.max_tokens or own.max_tokens, own.max_tokens)
         sampling = replace(own, samples=1, max_tokens=limit, stop=self.stops or own.stop)
         if own.temperature == 0:  # an evaluation with greedy replies
