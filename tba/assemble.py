@@ -139,9 +139,9 @@ def run(
 
 def _go_on(folder: Path, is_saved: bool) -> str:
     """Return what to type after a run has lost ranks of its trainer."""
-    named = quote(str(folder))
     if is_saved:
-        return f"`tba train --resume {named}` continues from its newest checkpoint"
+        return f"{log.continues(folder)} its newest checkpoint"
+    named = quote(str(folder))
     return f"It has no checkpoint yet: remove its folder (`rm -r {named}`), and start it again"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
-from shlex import quote
 
 from tba.engines import SearchError
 from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference
@@ -80,8 +79,7 @@ class Run:
         self.tracker = Tracker()
         if progress.counts:
             self.tracker.resume(progress.counts, search.stats)
-        # groups that were found and are not in the buffer, because of `runtime.lag`, or because a
-        # search has ended the run
+        # groups that are not in the buffer: for `runtime.lag`, or because a search ended the run
         self.held = deque(search.held)
         self.journal = Journal(self.folder, c, progress.step)
         self.checkpoints = checkpoint.Checkpoints(
@@ -319,10 +317,9 @@ class Run:
                     if not due(last, self.config.runtime.publish_every):
                         self.publish()  # else the loop has just done so
                     self.evaluate()
-                ended = ""
-                if not complete and self.out_of_patience:
-                    ended = f"eval.patience = {self.config.eval.patience}"
-                complete = complete or ended != ""
+                impatient = not complete and self.out_of_patience
+                ended = f"eval.patience = {self.config.eval.patience}" if impatient else ""
+                complete = complete or impatient
                 self.log_evaluations(finish=complete)
                 self.checkpoints.wait()
         except WrongReference:
@@ -333,8 +330,7 @@ class Run:
             if isinstance(error, TrainerLost):
                 self.console.note(f"{error}; ending all ranks and searchers")
             if is_full(error):
-                named = quote(str(self.folder))
-                resume = f"`tba train --resume {named}` continues from its newest checkpoint"
+                resume = f"{log.continues(self.folder)} its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
         if complete:  # a stopped run goes on, and is judged by more steps
@@ -361,7 +357,6 @@ class Run:
                 self.evaluating = self.evaluating or 1
             self.save()
             self.checkpoints.wait()
-            named = quote(str(self.folder))
-            go_on = f"`tba train --resume {named}` continues from step {self.step}"
-            error.args = (f"{error}\nThe run has been saved: {go_on}",)
+            resume = f"{log.continues(self.folder)} step {self.step}"
+            error.args = (f"{error}\nThe run has been saved: {resume}",)
             raise

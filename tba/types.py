@@ -199,8 +199,7 @@ class Group:
     The buffer keeps trajectories by prompt. A batch draws K of what it holds for a prompt, which
     may come from several searches, and a loss sees the K together.
 
-    `reference` is the version of the weights that the reference log-probs belong to; 0 is the
-    initial model.
+    `reference` is the version of the reference's weights; 0 is the initial model.
     """
 
     prompt: Prompt

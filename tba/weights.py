@@ -24,6 +24,11 @@ class Probe:
     logp: Float32[np.ndarray, " T"]
     temperature: float
 
+    @property
+    def rounding(self) -> float:
+        """How much larger rounding is than for log-probs of -1: in proportion to their mean."""
+        return max(1.0, float(np.abs(self.logp).mean()))
+
 
 @dataclass(frozen=True)
 class Weights:

@@ -96,6 +96,11 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
 
 
+def continues(run: Path) -> str:
+    """Return the beginning of a sentence: what to type to continue a run."""
+    return f"`tba train --resume {quote(str(run))}` continues from"
+
+
 def check_unused(run: Path) -> None:
     """Raise ValueError if a folder holds a run already."""
     if is_run(run):

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from tba.config import tables
@@ -172,31 +171,26 @@ class Searcher:
     scoring: Scoring
     setup: SearchSetup
     max_logp_gap: float
-    """Largest log-prob gap, in nats, that a weight update may leave; see `load_weights`."""
+    """Largest log-prob gap, in nats, that a weight update may leave; see `Probe.rounding`."""
     agents: Mapping[str, Agents] = field(default_factory=dict)
     """What holds sessions of the user's program, by the name of the task."""
 
     def load_weights(self, weights: Weights) -> float | None:
         """Load weights into the engine and return its log-prob gap, if there is a probe.
 
-        Rounding grows with logits. Where the probe's log-probs are below -1 nat on average, as
-        under a policy that has diverged, the limit is multiplied by their mean.
-
         LogpGapError if the gap is too large. The weights are then loaded nevertheless.
         """
         gap = self.engine.load_weights(weights)
         if gap is None or weights.probe is None:
             return gap
-        mean = float(np.abs(weights.probe.logp).mean())
-        limit = self.max_logp_gap * max(1.0, mean)
+        limit = self.max_logp_gap * weights.probe.rounding
         if not gap <= limit:  # NaN is too large, too
             raise LogpGapError(
                 f"engine {self.setup.config.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
-                f" average, more than {limit:.2g} (engine.max_logp_gap = {self.max_logp_gap:g}, for"
-                f" log-probs of {-mean:.3g}); if this is rounding, set engine.dtype=fp32 and"
-                " policy.autocast=off, or a higher engine.max_logp_gap. Otherwise the engine loads"
-                " or caches weights wrongly: report it, with its version"
+                f" average, more than {limit:.2g}, by engine.max_logp_gap; if it is rounding,"
+                " set engine.dtype=fp32 and policy.autocast=off, or a higher limit. Otherwise it"
+                " loads or caches weights wrongly: report the engine, with its version"
             )
         return gap
 
