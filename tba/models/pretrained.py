@@ -441,6 +441,6 @@ def computes_in_bf16(policy: PolicyTable, device: str) -> bool:
     if policy.autocast != "auto":
         return policy.autocast == "bf16"
     if device.startswith("cuda"):
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     wide = load_config(policy).get_text_config().hidden_size >= 256
     return wide and torch.cpu._is_avx512_bf16_supported()

@@ -83,12 +83,14 @@ class SearchSetup:
         `bf16` is the trainer's choice: reference and policy must compute alike, or their
         difference is noise.
         """
-        scoring = self.scoring(device)  # first: its process starts while the models load
+        scoring = self.scoring(device)  # first: on a CPU, its process starts while the models load
         c = self.config
         text = load_text(c.policy).within(c.engine.options.get("max_model_len"))
         plugin = resolve("engines", "engine", c.engine.use, c.engine.options)
         if c.runtime.colocate == "sleep":
             plugin = replace(plugin, options={**plugin.options, "sleeps": True})
+        if device != "cpu":  # vLLM counts as its own what judges take of the GPU while it starts
+            scoring.wait_until_ready()
         engine: Engine = plugin.build(c.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16)
         limit = logp_gap_limit(c.engine, bf16)

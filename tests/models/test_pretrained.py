@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import constants
 from transformers import AutoConfig
 
@@ -202,3 +204,15 @@ with template.limited():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.startswith("Timeout (0:00:01)!") and "line 4" in ended.stderr
+
+
+@pytest.mark.parametrize(("major", "expected"), [(7, False), (8, True)])
+def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(major, expected, monkeypatch):
+    card = SimpleNamespace(major=major, minor=5)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda device: True)
+    policy = PolicyTable(model="bundled:arithmetic")
+    assert pretrained.computes_in_bf16(policy, "cuda:0") is expected

@@ -22,10 +22,12 @@ from build import isolation_judge as judge
 from build import isolation_reasons as reasons
 
 import tba
+from tba.engines.scripted import Scripted
 from tba.prompt import Answer, Prompt
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
 from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected
 from tba.tasks.custom import Custom
 
@@ -154,6 +156,7 @@ from functools import partial
 from threading import Thread
 from tba.prompt import Answer, Prompt
 from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.searcher import SearchSetup
 from tba.tasks.custom import Custom
 
 def score(completions):
@@ -609,3 +612,19 @@ def test_a_judge_that_cannot_be_loaded_ends_the_start_of_the_searcher(
     with pytest.raises(RuntimeError, match=f"the scoring process did not start: (.|\n)*{told}"):
         setup.build("cpu", False)
     assert set(psutil.Process().children()) <= children
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", ["engine", "scoring"]), ("cuda:0", ["scoring", "engine", "scoring"])],
+)
+def test_judges_have_their_part_of_a_gpu_before_an_engine_measures_what_is_free(
+    tiny_model, tmp_path, monkeypatch, device, expected
+):
+    started = []
+    monkeypatch.setattr(Scoring, "wait_until_ready", lambda self: started.append("scoring"))
+    monkeypatch.setattr(Scripted, "__post_init__", lambda self: started.append("engine"))
+    monkeypatch.setattr(SearchSetup, "_reference", lambda *given: None)
+    settings = config(tiny_model, tmp_path, "engine=scripted", "reward.isolate=none")
+    check(settings).search_setup().build(device, bf16=False)
+    assert started == expected
