@@ -11,7 +11,10 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-SECRET = re.compile(r"(api)?key|token|secrets?|password|passwd|credentials?|authorization")
+SECRET = re.compile(
+    r"(api|auth|access|secret|private)?(key|token)"
+    r"|[a-z]*(secrets?|password|passwd|credentials?|authorization)"
+)
 OF_TEXTS = re.compile(r"(bos|eos|pad|unk|sep|cls|mask|stop)[_-]?token", re.IGNORECASE)
 """Names of options that are tokens of a tokenizer, and no secrets."""
 

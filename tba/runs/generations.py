@@ -137,8 +137,8 @@ def damage(generation: Path) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files under the folder by their relative names."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
+    """Return the files under the folder, and links to folders, by their relative names."""
+    paths = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     return {str(path.relative_to(folder)): path for path in sorted(paths)}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from os.path import lexists
 from pathlib import Path
 from socket import create_server
 from typing import Any
@@ -151,7 +152,7 @@ def evaluate_model(model: str, config: Config, completions: Path | None = None) 
 
 
 def _checked(config: Config, completions: Path | None) -> RunSetup:
-    if completions is not None and (completions.exists() or not completions.parent.is_dir()):
+    if completions is not None and (lexists(completions) or not completions.parent.is_dir()):
         raise ValueError(f"--completions {completions}: give a new file in a folder that exists")
     parts = check(config)
     if not parts.held_out:

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from tba.config.errors import printable
+
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -51,7 +53,7 @@ class Stop:
     def print(self, line: str) -> None:
         """Print a line. If standard output was closed, as by `| head`, ask to save and stop."""
         try:
-            print(line, flush=True)
+            print(printable(line), flush=True)
         except BlockingIOError:  # a program that a reward has started shares it, and changed it
             os.set_blocking(sys.stdout.fileno(), True)
             sys.stdout.flush()

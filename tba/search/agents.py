@@ -152,8 +152,10 @@ class Endpoint:
         """Return the reply, which enters the session once, however many connections wait for it."""
         if self.turns.waiting > WAITING:
             raise RefusedError(503, "too many requests wait; come again")
-        asked = await _read(request)
         name = request.path_params["session"]
+        if name not in self._sessions:  # whoever knows no session gets no room for a body
+            raise RefusedError(410, ENDED)
+        asked = await _read(request)
         live = self._sessions.get(name)
         if live is None:
             raise RefusedError(410, ENDED)

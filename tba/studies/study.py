@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from tba.config.errors import about
+from tba.config.errors import about, masked, printable
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
 from tba.runs.checks import LONGEST_NAME, placed
@@ -301,12 +301,12 @@ def standing(run: Path) -> tuple[Status, str | None]:
     if finished(run) is not None:
         return "finished", None
     failed = read_optional(run / FAILED)
-    return ("pending", None) if failed is None else ("failed", failed["error"])
+    return ("pending", None) if failed is None else ("failed", printable(failed["error"]))
 
 
-def write_failed(run: Path, error: str, traceback: str | None = None) -> None:
+def write_failed(run: Path, error: str, traceback: str = "") -> None:
     run.mkdir(parents=True, exist_ok=True)
-    write_json(run / FAILED, {"error": error, "traceback": traceback})
+    write_json(run / FAILED, {"error": masked(error), "traceback": masked(traceback)})
 
 
 def finished(run: Path) -> Row | None:

@@ -31,9 +31,9 @@ NOTATIONS = tuple(
 )
 NUMBER = re.compile(
     r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?"
-    r"(?P<digits>\d+\.?\d*|(?<![^\W_])(?<!\.)\.\d+)"  # behind a word, a point is a full stop
+    r"(?P<digits>\d+(?:\.\d*)?|(?<![^\W_])(?<!\.)\.\d+)"  # behind a word, a point is a full stop
     r"(?:[eE](?P<power>[+-]?\d+)|(?:\^|\*\*)[{(]?(?P<exponent>[+-]?\d+)[})]?"
-    r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+\.?\d*))?"
+    r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+(?:\.\d*)?))?"
     r"(?:\s?\\?(?P<factor>%|(?i:per ?cent|pct|(?:thousand|million|billion)\b)))?"
 )
 FACTORS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}

@@ -7,7 +7,7 @@ from tba.tasks._data import Rows, rows
 from tba.tasks._numbers import Number, last_number, only_number
 from tba.tasks._rendering import Problems
 
-LAST_LINE = re.compile(r"^####\s*\S*\d\S*\s*\Z", re.MULTILINE)
+LAST_LINE = re.compile(r"^####\s*(?=\S*\d)\S+\s*\Z", re.MULTILINE)
 """Last line of a solution of the data set: `#### 72`."""
 CALCULATION = re.compile(r"<<.*?>>")
 """A calculator's annotation in a solution of the data set: `48/2 = <<48/2=24>>24`."""

@@ -69,7 +69,7 @@ class ReasoningGym(Rendering, Task):
     def _score(self, text: str, entry: dict[str, Any]) -> float:
         if self.answer_tag is not None:
             tag = re.escape(self.answer_tag)
-            tagged = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+            tagged = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
             if not tagged:
                 return 0.0
             text = tagged[-1].strip()

@@ -46,7 +46,8 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 SECRETS = """key api_key apiKey APIKey api-key API_KEY apikey hfToken db.password clientSecret
-judge.api_key PASSWD x-authorization credentials api_key2 credential"""
+judge.api_key PASSWD x-authorization credentials api_key2 credential PGPASSWORD NGROK_AUTHTOKEN
+secretkey dbpassword"""
 OTHERS = """max_tokens eos_token policy.eos_token padToken tokenizer key_column
 monkey turkeys secretary passwords_file 7 sort_keys"""
 

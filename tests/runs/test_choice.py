@@ -182,8 +182,11 @@ def test_all_completions_are_written(ended, tmp_path):
             prompts = [row["prompt"] for row in own]
             assert prompts == sorted(prompts) and len(prompts) == count * len(set(prompts))
     assert rows[0].keys() >= {"id", "finished", "measures"}
-    with pytest.raises(ValueError, match=r"--completions .*: give a new file in a folder"):
-        evaluate_run(ended, [], reference=False, completions=path)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "absent")
+    for taken in (path, link):
+        with pytest.raises(ValueError, match=r"--completions .*: give a new file in a folder"):
+            evaluate_run(ended, [], reference=False, completions=taken)
 
 
 def test_a_models_folder_is_evaluated_with_a_config(ended, tmp_path):

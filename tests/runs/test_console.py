@@ -9,6 +9,7 @@ from tba.runs import console as module
 from tba.runs.checkpoint import newest
 from tba.runs.console import Console
 from tba.runs.log import CHECKPOINTS, METRICS, check_unused
+from tba.runs.stop import Stop
 from tba.runs.summary import Summary
 from tba.search.result import EvaluatedAnswer, Evaluation
 
@@ -184,3 +185,9 @@ def test_each_reward_function_has_its_mean_and_standard_deviation():
     Console(300, lines.append).step(1, metrics)
     shown = "reward 0.250  format 0.750 (std 0.500)  kl -1.000 (std 0.250)  kl 0.1250 nats"
     assert lines == [f"step 1/300  2 s  {shown}"]
+
+
+def test_a_line_has_nothing_that_a_terminal_would_obey(capsys):
+    """A program may name its rewards after what the policy has written."""
+    Stop().print("step 3  rewards/\x1b[2J 0.500 ± 0.1\n")
+    assert capsys.readouterr().out == "step 3  rewards/\\x1b[2J 0.500 ± 0.1\n\n"

@@ -101,6 +101,18 @@ def test_exported_files_are_readable_by_others_and_name_no_place(ended, tmp_path
     assert 'from_pretrained("out")' in card
 
 
+def test_what_a_planted_link_leads_to_is_not_exported(ended, tmp_path):
+    """A run may come from somebody else, and what is exported goes to the hub."""
+    shutil.copytree(ended, tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "key").write_text("mine")
+    for generation in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        (generation / "model" / "more").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_mixture_of_experts_is_resumed_and_evaluated_and_exported(tiny_model, tmp_path):
     """The model holds the experts of a layer in one tensor; published files have them apart."""
     model = tmp_path / "model"

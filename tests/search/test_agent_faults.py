@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -228,3 +229,12 @@ def test_an_engine_that_fails_in_this_process_ends_the_run_with_a_checkpoint(age
         run_and_keep(config)
     assert not psutil.Process().children()
     check_sessions(run_and_keep(_config([], tmp_path / "run"), tmp_path / "run"))
+
+
+def test_whoever_knows_no_session_gets_no_room_for_a_body():
+    """Other users of the machine reach the port, but do not know the path of a session."""
+    endpoint = Endpoint(SimpleNamespace(complete=None, joins_batches=False), None)
+    guessed = SimpleNamespace(path_params={"session": "guessed"}, stream=None)
+    reply = asyncio.run(endpoint._chat(guessed))
+    endpoint.close()
+    assert reply.status_code == 410

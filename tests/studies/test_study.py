@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from toy import Ones
 
+from tba.config import errors
 from tba.prompt import Prompt
-from tba.studies.study import check_study, read_study
+from tba.studies.study import FAILED, check_study, read_study, standing, write_failed
 
 BASE = """
 [base]
@@ -263,3 +264,13 @@ def test_every_run_is_checked_and_its_data_are_read_once(
     with pytest.raises(ValueError, match=rf"^grid 'g', {message}"):
         check_study(study)
     assert len(reads) == 1
+
+
+def test_the_error_of_a_run_has_no_secret_and_nothing_that_a_terminal_would_obey(
+    tmp_path, monkeypatch
+):
+    """A reward may quote what the policy has written, and a client its key."""
+    monkeypatch.setattr(errors, "KNOWN", {"CANARY"})
+    write_failed(tmp_path, "E: CANARY \x1b[2J", "Traceback: E: CANARY")
+    assert "CANARY" not in (tmp_path / FAILED).read_text()
+    assert standing(tmp_path) == ("failed", "E: *** \\x1b[2J")

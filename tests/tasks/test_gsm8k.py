@@ -1,12 +1,14 @@
 """The grader of the paper's GSM8K experiment compares last numbers."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
+from tba.tasks._numbers import whole_number
 from tba.tasks.gsm8k import Gsm8k
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k"
@@ -72,3 +74,13 @@ def test_an_answer_in_the_format_has_its_weight():
     assert task.score(QUESTION, [Answer("#### 7", finished=False)]) == [1.0]
     with pytest.raises(ValueError, match=r"task\.format_weight = 1\.5: Input should be less than"):
         resolve("tasks", "task", "gsm8k", {"format_weight": 1.5})
+
+
+def test_the_time_of_grading_grows_like_the_text():
+    """A policy that repeats a digit would cost its groups by the deadline of the reward."""
+    digits = "1" * 50_000
+    began = time.process_time()
+    answers = [Answer(f"#### {digits}{end}", finished=True) for end in ("", " or so")]
+    assert Gsm8k(format_weight=0.25).score(QUESTION, answers) == [0.25, 0.0]
+    assert whole_number(f"{digits} or so") is None
+    assert time.process_time() - began < 10

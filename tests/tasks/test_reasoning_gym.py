@@ -1,6 +1,7 @@
 """Generated questions: held-out ones are never trained on, and two kinds of scorers."""
 
 import json
+import time
 from ast import literal_eval
 from typing import Any
 
@@ -71,6 +72,10 @@ def test_only_what_is_tagged_is_scored():
     right = answer_of(prompt)
     texts = (f"9 <answer> {right}\n</answer>", f"<answer>x</answer><answer>{right}</answer>", right)
     assert rewards(gym, prompt, *texts) == [1.0, 1.0, 0.0]
+    began = time.process_time()
+    texts = (f"<answer>no, <answer>{right}</answer>", "<answer>" * 20_000)
+    assert rewards(gym, prompt, *texts) == [1.0, 0.0]
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("options", [{}, {"answer_tag": "answer"}, {"scoring": "exact"}])
