@@ -150,7 +150,7 @@ OTHERS = brief(
             "asymre": {},
         }.items()
     },
-    conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
+    conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 64, 256)},
     seconds=20,
 )
 ALPHA = brief(
