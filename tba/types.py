@@ -38,10 +38,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Turn:
-    """A completion to sample: the tokens before it, how, and its own random seed.
-
-    `sampling.samples` does not matter.
-    """
+    """A completion to sample: the tokens before it, how (`samples` aside), and its random seed."""
 
     context: Int32[np.ndarray, " C"]
     sampling: Sampling

@@ -143,6 +143,10 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     named = ["tb tapered", "tba_prime", "m2po", "dr_grpo", "cispo", "grpo", "oapl", "rloo", "ppo"]
     assert quoted == [ends[name] for name in [*named, "tb"]]
     assert ends.keys() == {*named, "tb"}
+    others = importlib.import_module("long").OTHERS
+    better = {name: others.cell(rows).split()[0] for name, lag, rows in others.final() if lag == 64}
+    quoted = re.findall(r"\d\d\.\d", stale.split("\n\n")[1])
+    assert quoted == [better["raft"], better["topr"]]
 
 
 def test_the_site_is_built(tmp_path):
