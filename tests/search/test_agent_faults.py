@@ -233,7 +233,8 @@ def test_an_engine_that_fails_in_this_process_ends_the_run_with_a_checkpoint(age
 
 def test_whoever_knows_no_session_gets_no_room_for_a_body():
     """Other users of the machine reach the port, but do not know the path of a session."""
-    endpoint = Endpoint(SimpleNamespace(complete=None, joins_batches=False, explores=True), None)
+    engine = SimpleNamespace(complete=None, joins_batches=False, explores=True, sampling=None)
+    endpoint = Endpoint(engine, None)
     guessed = SimpleNamespace(path_params={"session": "guessed"}, stream=None)
     reply = asyncio.run(endpoint._chat(guessed))
     endpoint.close()
