@@ -26,7 +26,7 @@ class Probe:
 
     @property
     def rounding(self) -> float:
-        """How much larger rounding is than for log-probs of -1: in proportion to their mean."""
+        """Factor by which rounding exceeds that of log-probs of -1: their mean, at least 1."""
         return max(1.0, float(np.abs(self.logp).mean()))
 
 
