@@ -125,16 +125,17 @@ def _compare(gold: str, answer: str, seconds: int) -> bool | None:
 
 
 def _agree(pair: Sequence[Any], digits: int, unit: Fraction | None, same: bool) -> bool:
-    """Return whether two numbers are the same in so many digits; `same` for what is no number.
+    """Return whether two numbers are the same in so many digits; `same` for what is not finite.
 
     Or whether one is a decimal, and the other, which is not rational, is rounded to its last digit.
     """
     from sympy import Expr
 
-    numbers = [each for each in pair if isinstance(each, Expr) and each.is_number and each != 0]
-    if len(numbers) < 2:
+    numbers = [each.doit() for each in pair if isinstance(each, Expr) and each.is_number]
+    values = [number.evalf(digits) for number in numbers if number.is_finite and number != 0]
+    if len(values) < 2:
         return same
-    a, b = [number.evalf(digits) for number in numbers]
+    a, b = values
     if same:
         width = abs(a) / 10 ** (digits - 10)
     elif unit:
