@@ -350,13 +350,12 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
     """Return metrics of each group, [B], with TRL's names where TRL has them.
 
     `kl` is the mean of log(pi / ref) over tokens, the k1 estimate of KL(pi, ref) in nats; `kl/k3`
-    is the mean of k3, where a token counts at most `MOST_K3`. Groups have `tokens` on average, so
-    that the mean over groups is that over tokens. `log_ratio` is the mean of log(pi / ref) over
-    responses, in nats. `off_policy/ess` is the effective sample size of the importance weights
-    w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1. `from_ref` is the mean |log(pi / ref)|
-    over tokens, which is looked at in the first step.
+    is the mean of k3, where a token counts at most `MOST_K3`; `entropy` is a mean over tokens, too.
+    Groups have `tokens` on average, so that the mean over groups is that over tokens. `log_ratio`
+    is the mean of log(pi / ref) over responses, in nats. `off_policy/ess` is the effective sample
+    size of the importance weights w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1. `from_ref`
+    is the mean |log(pi / ref)| over tokens, which is looked at in the first step.
     """
-    length = batch.mask.sum(-1).float()
     moved = total(logp - batch.behavior_logp, batch)
     from_ref = total(logp - batch.ref_logp, batch)
     k3 = total(kl_k3(logp, batch).clamp(0, MOST_K3), batch)
@@ -369,8 +368,8 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
         "kl/k3": k3.sum(1) / tokens,
         "log_ratio": from_ref.mean(1),
         "from_ref": total((logp - batch.ref_logp).abs(), batch).sum(1) / tokens,
-        "entropy": (entropy.sum(-1) / length).mean(1),
-        "completions/mean_length": length.mean(1),
+        "entropy": entropy.sum((1, 2)) / tokens,
+        "completions/mean_length": batch.mask.sum(-1).float().mean(1),
         "off_policy/log_ratio": moved.abs().mean(1),
         "off_policy/ess": 1 / (batch.samples * squared_weights),
     }

@@ -28,7 +28,7 @@ from tba.weights import as_tensor, load_weights
 
 
 @pytest.mark.parametrize("budget", [9, 40, 1000])
-def test_kl_is_a_mean_over_tokens_and_the_share_of_equal_rewards_that_of_trl(
+def test_kl_and_entropy_are_means_over_tokens_and_the_share_of_equal_rewards_is_that_of_trl(
     tiny_model, batch, budget
 ):
     """However the batch is divided. `kl` is log(pi / ref), `kl/k3` the estimate of TRL's `kl`."""
@@ -36,11 +36,13 @@ def test_kl_is_a_mean_over_tokens_and_the_share_of_equal_rewards_that_of_trl(
     equal[1] = 0.5
     own = trainer(tiny_model, f"trainer.token_budget={budget}")
     with torch.no_grad():
-        difference = (batch.ref_logp - own.policy.logp(batch))[batch.mask]
+        output = own.policy(batch)
+        difference = (batch.ref_logp - output.logp)[batch.mask]
     metrics = own.step(replace(batch, reward=equal), 0)
     assert metrics["kl"] == pytest.approx(-difference.mean().item(), rel=1e-4)
     k3 = (difference.exp() - difference - 1).clamp(max=10)
     assert metrics["kl/k3"] == pytest.approx(k3.mean().item(), rel=1e-4)
+    assert metrics["entropy"] == pytest.approx(output.entropy[batch.mask].mean().item(), rel=1e-6)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
 
 
