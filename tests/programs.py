@@ -85,6 +85,12 @@ async def once(base_url: str, row: dict[str, Any]) -> dict[str, float]:
     return {"reward": len(message["content"]), "solved": 1.0}
 
 
+def brief(base_url: str, row: dict[str, Any]) -> float:
+    """Ask for a reply of one token."""
+    ask(base_url, [user(row["prompt"])], max_tokens=1)
+    return 1.0
+
+
 def warm(base_url: str, row: dict[str, Any]) -> float:
     """Ask with a temperature."""
     ask(base_url, [user("Say 1")], temperature=0.7)

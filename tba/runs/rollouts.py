@@ -215,7 +215,7 @@ def _of_messages(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, C
         raise ValueError("no message is the assistant's")
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     begin = json.dumps([messages[:first], schemas], sort_keys=True).encode()
-    return session.prompt, session.completion(len(session.prompt)), begin
+    return session.prompt, session.completion(len(session.prompt), finished=True), begin
 
 
 def _of_text(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion]:

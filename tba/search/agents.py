@@ -383,29 +383,34 @@ class Agents:
         empty = Completion(nothing, np.zeros(1, np.float32), False, 0, marks=unsaid)
         prompts = []
         completions = []
+        answers = []
         for group in groups:
             begun = [session.prompt for session, _ in group if session.exchanges]
             prompt = common(begun) if begun else nothing
-            own = [s.completion(len(prompt)) if s.exchanges else empty for s, _ in group]
+            own = [self._whole(s, len(prompt), limit) if s.exchanges else empty for s, _ in group]
             prompts.append(prompt)
             completions.append(own)
-        answers = [[self._answer(*held, limit) for held in group] for group in groups]
+            pairs = zip(group, own, strict=True)
+            answers.append([self._answer(*held, whole.finished) for held, whole in pairs])
         rewards = [[verdict for _, verdict in group] for group in groups]
         return Responses(prompts, completions, answers, rewards=rewards)
 
-    def _answer(self, session: Session, verdict: Verdict, limit: int) -> Answer | Verdict:
-        """Return a session as what reward functions see.
+    def _whole(self, session: Session, shared: int, limit: int) -> Completion:
+        """Return a session as a completion behind the first `shared` tokens of its prompt.
 
         It is cut off if its last reply is, but not by a lower limit of the program's own.
         """
+        last = session.exchanges[-1]
+        length = len(last.turn.tokens)
+        is_full = length >= limit or len(last.asked.context) + length >= self._text.context
+        return session.completion(shared, finished=last.turn.finished or not is_full)
+
+    def _answer(self, session: Session, verdict: Verdict, finished: bool) -> Answer | Verdict:
+        """Return a session as what reward functions see."""
         if isinstance(verdict, Rejected):
             return verdict
         last = session.exchanges[-1]
-        turn = last.turn
-        length = len(turn.tokens)
-        is_full = length >= limit or len(last.asked.context) + length >= self._text.context
-        finished = turn.finished or not is_full
-        answer = self._text.answer(turn.tokens, finished, (), turn.version)
+        answer = self._text.answer(last.turn.tokens, finished, (), last.turn.version)
         return replace(answer, messages=[*last.asked.messages, last.reply])
 
 

@@ -143,7 +143,7 @@ class Session:
         """The tokens that the first context begins with. There is at least one exchange."""
         return self.exchanges[0].asked.given
 
-    def completion(self, shared: int) -> Completion:
+    def completion(self, shared: int, finished: bool) -> Completion:
         """Return everything behind the first `shared` tokens of the prompt as one completion.
 
         Each further context is a restart. A reply that several contexts share is sampled in the
@@ -163,7 +163,7 @@ class Session:
                 restart = False
                 known.add(exchange)
                 given.clear()
-        return replace(whole, finished=self.exchanges[-1].turn.finished)
+        return replace(whole, finished=finished)
 
     def _leaves(self) -> list[Exchange]:
         """Return the last exchange of each context, in the order in which contexts began."""

@@ -171,6 +171,14 @@ def test_a_session_whose_last_reply_is_cut_gets_what_the_config_says(reward, age
     assert [t.reward for group in result.groups for t in group.trajectories] == [-3.0, -3.0]
 
 
+def test_a_limit_of_the_programs_own_cuts_no_session_off(agent, held):
+    """Neither for the config's rule nor in the metrics, which advise to raise the limit."""
+    searcher, result = held(agent("brief", "12", settings=["sampling.truncated=-3.0"]))
+    for t in result.groups[0].trajectories:
+        assert t.length == 1 and t.reward == 1.0 and t.finished
+    assert evaluate_held_out(searcher).scores["sampled_finished"] == 1.0
+
+
 def test_stop_strings_of_the_config_are_not_in_replies(agent, held):
     _, result = held(agent("once", "12", settings=["sampling.stop=['2']"]))
     assert [t.reward for group in result.groups for t in group.trajectories] == [1.0, 1.0]
