@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Required, get_args, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    NotRequired,
+    Required,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
@@ -27,8 +36,12 @@ NAMES = "`tba list` lists all"
 KINDS = (*PLUGGED.values(), JUDGES)
 
 
+Number = TypeVar("Number", bound=float)
+"""Type of an option, such as `PositiveFloat`."""
+
+
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Generic[Number]):
     """An option of an objective that is linear from `start` to `end` over `steps` steps.
 
     From `cut_step` on, counted from 0, it is `cut_to` instead, if given. The paper's code has .012
@@ -37,11 +50,11 @@ class Schedule:
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
-    start: float
-    end: float
+    start: Number
+    end: Number
     steps: Positive
     cut_step: int | None = None
-    cut_to: float | None = None
+    cut_to: Number | None = None
 
     def __post_init__(self) -> None:
         if (self.cut_step is None) != (self.cut_to is None):
@@ -188,10 +201,11 @@ def check_options(
             hint = f": {place}" if place else choices(name, known, all_of_them)
             raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     kinds: dict[str, Any] = {}
+    schedule_of: Any = Schedule  # of a type that type checkers do not see
     for name, option in known.items():
         is_number = option.kind is float or get_args(option.kind)[:1] == (float,)
         is_schedule = scheduled and is_number and isinstance(options.get(name), Mapping)
-        kind = Schedule if is_schedule else option.kind
+        kind = schedule_of[option.kind] if is_schedule else option.kind
         kinds[name] = Required[kind] if option.required else NotRequired[kind]
     for name, value in options.items():
         try:

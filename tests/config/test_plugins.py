@@ -111,15 +111,24 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objective.beta.end = False: Input should be a valid number",
     ),
     "schedule short of a key": (
-        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.0}}, "objective.beta.steps is missing",
+        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.1}}, "objective.beta.steps is missing",
     ),
     "schedule with an unknown key": (
-        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.0, "steps": 3, "cut_stp": 3}},
+        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.1, "steps": 3, "cut_stp": 3}},
         "unknown key 'objective.beta.cut_stp'",
     ),
     "schedule of no steps": (
-        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.0, "steps": 0}},
+        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.1, "steps": 0}},
         "objective.beta.steps = 0: Input should be greater than or equal to 1",
+    ),
+    "schedule to a number that the option refuses": (
+        "objectives", "tb", {"beta": {"start": 1.0, "end": 0.0, "steps": 3}},
+        "objective.beta.end = 0.0: Input should be greater than 0",
+    ),
+    "schedule with a cut to such a number": (
+        "objectives", "tb",
+        {"beta": {"start": 1.0, "end": 0.1, "steps": 3, "cut_step": 2, "cut_to": -1.0}},
+        "objective.beta.cut_to = -1.0: Input should be greater than 0",
     ),
     "schedule elsewhere": (
         "strategies", "mixture", {"recent": {"start": 1.0, "end": 0.0, "steps": 9}},
