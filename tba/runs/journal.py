@@ -9,10 +9,17 @@ from typing import Any
 
 from tba.config.schema import Config
 from tba.config.tables import LogTable
-from tba.runs.log import METRICS, SAMPLES, WARNINGS, open_plain, own_folder, write_whole
+from tba.runs.log import (
+    IDENTITY,
+    METRICS,
+    SAMPLES,
+    WARNINGS,
+    open_plain,
+    own_folder,
+    read,
+    write_whole,
+)
 
-IDENTITY = "wandb_id"
-"""File with the run's identity: folders of different studies may have the same name."""
 LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
 
@@ -61,21 +68,28 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases. Completions are tables."""
+    """A run of Weights & Biases, which begins with the metrics so far. Completions are tables."""
 
     def __init__(self, config: Config, folder: Path):
         import wandb
 
         self._wandb: Any = wandb
+        file = folder / IDENTITY
+        has_begun = file.is_file()
+        identity = file.read_text("utf-8") if has_begun else uuid.uuid4().hex
         self._run: Any = wandb.init(
             resume="allow",
             project=config.log.wandb_project,
             config=config.nested(),
-            id=_identity(folder),
+            id=identity,
             dir=str(own_folder(folder / "wandb").parent),
             name=folder.name,
         )
         self._run.define_metric("*", step_metric="step")
+        if not has_begun:
+            for row in read(folder / METRICS):
+                self.row(row["step"], {n: v for n, v in row.items() if v is not None})
+            write_whole(file, identity)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -100,14 +114,6 @@ class WeightsAndBiases:
 
 Sink = TensorBoard | WeightsAndBiases
 """Service that shows metrics, samples and warnings."""
-
-
-def _identity(folder: Path) -> str:
-    """Return a name of the run that no other has."""
-    file = folder / IDENTITY
-    if not file.is_file():
-        write_whole(file, uuid.uuid4().hex)
-    return file.read_text("utf-8")
 
 
 class Journal:

@@ -27,6 +27,8 @@ CONFIG = "config.json"
 SESSIONS = "sessions.jsonl"
 WARNINGS = "warnings.jsonl"
 CHECKPOINTS = "checkpoints"
+IDENTITY = "wandb_id"
+"""File with the run's name in Weights & Biases: folders of different studies may have one name."""
 
 Replay = Literal["keep", "rescore", "drop"]
 """What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
@@ -141,16 +143,21 @@ def read_warnings(run: Path) -> dict[str, str]:
 
 
 def rewind(run: Path, step: int, last: int) -> None:
-    """Drop what a run that is resumed at `step`, and goes on until `last`, will write again."""
+    """Drop what a run that is resumed at `step`, and goes on until `last`, will write again.
+
+    Weights & Biases cannot take steps back: the run becomes a new one there.
+    """
 
     def comes_again(row: Mapping[str, Any]) -> bool:
         requested = row.get("requested", -1)  # the weights of an evaluation can be of earlier steps
         return max(row["step"], requested) > step or requested == step == last
 
     for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
-        rows = [row for row in read(path) if not (comes_again(row) or row.get("at_end"))]
-        kept = [json.dumps(row) + "\n" for row in rows]
-        write_whole(path, "".join(kept))
+        rows = read(path)
+        kept = [row for row in rows if not (comes_again(row) or row.get("at_end"))]
+        if path.name == METRICS and len(kept) < len(rows):
+            (run / IDENTITY).unlink(missing_ok=True)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def open_plain(path: str, flags: int) -> int:

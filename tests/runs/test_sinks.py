@@ -14,7 +14,7 @@ import pytest
 from tba.config.schema import Config, load
 from tba.report.runs import OTHERS, Charts
 from tba.runs.journal import Journal
-from tba.runs.log import SAMPLES, SUMMARY, read
+from tba.runs.log import SAMPLES, SUMMARY, read, rewind
 from tba.runs.metrics import PANELS, shown
 from tba.runs.setup import check
 
@@ -114,6 +114,21 @@ def test_wandb_gets_metrics_and_tables(wandb, tmp_path):
     assert recorder.calls[-3][0] == "alert" and recorder.calls[-1] == ("finish", None)
     write(tmp_path, config("log.wandb=true"))
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
+
+
+def test_wandb_has_no_step_twice(wandb, tmp_path):
+    """A run that repeats steps is a new one there, and has the steps before them."""
+    recorder, opened = wandb
+    write(tmp_path, config("log.wandb=true"))
+    first = opened["id"]
+    for step, is_new in ((5, False), (3, True)):
+        recorder.calls.clear()
+        rewind(tmp_path, step, last=9)
+        Journal(tmp_path, config("log.wandb=true"), step).row(step + 1, METRICS)
+        assert (opened["id"] != first) == is_new
+    rows = recorder.logged("loss")
+    assert [row["step"] for row in rows] == [1, 4] and rows[0]["kl"] == 0.01
+    assert (tmp_path / "wandb_id").read_text() == opened["id"]
 
 
 def test_all_metrics_reach_each_service(wandb, tmp_path):
