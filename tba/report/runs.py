@@ -344,7 +344,8 @@ def _totals(path: Path, steps: pd.DataFrame) -> Row:
     summary = read_optional(path / log.SUMMARY)
     if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
-    waits = {name: steps[metric].mean() for name, metric in WAITS.items()}
+    seconds = steps["time"].diff().fillna(1e-9)  # that of the first step has the first fill
+    waits = {name: np.average(steps[metric], weights=seconds) for name, metric in WAITS.items()}
     return {**newest, **waits, "seconds": newest["time"], "status": "unfinished"}
 
 

@@ -353,6 +353,18 @@ def test_the_facts_of_an_unfinished_run_are_those_of_its_steps(comparison):
     assert fact(comparison, "Samples generated") == ["512", "160", "512", "280"]
 
 
+def test_a_wait_of_an_unfinished_run_counts_by_its_time(tmp_path):
+    """Twelve steps of 2 s, and one of 76 s in which the trainer waited."""
+    run = write(tmp_path / "run", steps=1)
+    assert fact(report([run]).read_text(), "Trainer waited") == ["25.00% of the time"]
+    run = write(tmp_path / "slow")
+    row = {"time": 100.0, "samples_generated": 500, "samples_trained": 400, "reward": 1.0}
+    Journal(run, QUIET).row(13, {**row, "wait/trainer": 1.0, "wait/searchers": 0.0})
+    html = report([run]).read_text()
+    assert fact(html, "Trainer waited") == ["83.16% of the time"]
+    assert fact(html, "Searchers waited") == ["2.81% of the time"]
+
+
 def test_one_evaluation_is_no_progress(tmp_path):
     """A run that was stopped after its first evaluation has no score after training."""
     html = report([write(tmp_path / "run", evaluations=(0,))]).read_text()
