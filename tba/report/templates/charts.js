@@ -205,7 +205,8 @@ function fillTable(details, plot) {
 function keyOf(cell) {
   const text = cell.textContent.trim(), number = parseFloat(text.replaceAll(",", ""));
   if (text === "" || text === "–") return [2, ""];
-  return Number.isNaN(number) ? [1, text] : [0, number * (/^[-\d.]+M/.test(text) ? 1e6 : 1)];
+  const unit = /^[-\d.]+\s?(M|min|h)\b/.exec(text)?.[1];
+  return Number.isNaN(number) ? [1, text] : [0, number * ({ M: 1e6, min: 60, h: 3600 }[unit] ?? 1)];
 }
 
 function sortBy(table, column, down) {
