@@ -22,11 +22,13 @@ from tba.runtime.placement import Place, available_cores
 from tba.studies.study import (
     FAILED,
     RESULTS,
+    STUDY,
     Ledger,
     Study,
     Trial,
     check_study,
     metric_of,
+    read_ledger,
     read_study,
     scores,
     standing,
@@ -166,9 +168,13 @@ def sweep(
             if retry_failed and (study.path(trial) / FAILED).is_file():
                 shutil.rmtree(study.path(trial))
         left = {t.folder: as_left(study, t, configs[t.folder]) for t in study.trials}
+        before = read_ledger(study.folder).runs if (study.folder / STUDY).is_file() else []
         carried = Sweep(study, left, configs)
         ended = len(left) - len(carried.pending())
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
+        if gone := [trial.folder for trial in before if trial.folder not in left]:
+            print(f"{len(gone)} runs of {STUDY} are not in {path}, such as {gone[0]}: they stay in")
+            print(f"their folders, and leave {STUDY}, {RESULTS} and the report", flush=True)
         carried.carry_out()
         write_results(study.folder)
     return carried.farewell(" ".join(["tba sweep", str(path), *settings]))

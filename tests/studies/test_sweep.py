@@ -233,6 +233,19 @@ def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, scripted, 
     assert "NaN" not in (study.folder / "results.json").read_text()
 
 
+def test_a_study_says_which_runs_of_its_folder_it_no_longer_has(
+    tmp_path, tiny_model, scripted, capsys
+):
+    """They may be runs of another study."""
+    for seeds, told in (([0, 2], False), ([0, 2], False), ([2], True)):
+        assert sweep(write(tmp_path, tiny_model, SEEDS.format(seeds))) == 0
+        text = "1 runs of study.json are not in"
+        assert (
+            f"{text} {tmp_path}/pairs.toml, such as all/seed=0" in capsys.readouterr().out
+        ) == told
+    assert scripted == ["seed=0", "seed=2"]
+
+
 def test_a_signal_stops_each_run_once_and_the_sweep_with_its_status(
     tmp_path, tiny_model, scripted, capsys
 ):
