@@ -283,7 +283,8 @@ def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _safe(value: Any) -> str:
     """Return text for a file's name that needs no quotes in a shell."""
     text = value if isinstance(value, str) else json.dumps(value)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", text.strip("{}[]/ ")) or "-"
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.strip("{}[]/ "))
+    return safe if safe.strip(".") else "-"  # "." and ".." are folders of others
 
 
 def read_ledger(folder: Path) -> Ledger:

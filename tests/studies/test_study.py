@@ -234,6 +234,14 @@ def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
     assert sizes[0].axes == {"trainer.group_size": 2, "sampling.samples": 4}
 
 
+@pytest.mark.parametrize("label", ["", ".", ".."])
+def test_no_label_is_the_folder_of_others(label, tmp_path):
+    """It would be removed before the run starts."""
+    variants = f'[{{ label = "{label}", "run.seed" = 1 }}]'
+    (tmp_path / "s.toml").write_text(f'[[grid]]\nname = "g"\nvariants = {variants}\n')
+    assert [t.folder for t in read_study(tmp_path / "s.toml").trials] == ["g/-"]
+
+
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
