@@ -132,7 +132,8 @@ class Experiment:
                 s for s in own if any((stage, key_of(asdict(s)), n) not in has for n in seeds)
             ]
             if missing:
-                rows += self.made(stage, missing, seeds)
+                made = self.made(stage, missing, seeds)
+                rows += [row for row in made if (stage, key_of(row), row["seed"]) not in has]
                 self.keep(rows)
         asked = {key_of(asdict(setting)) for setting in settings}
         return [row for row in rows if row["stage"] == stage and key_of(row) in asked]

@@ -95,6 +95,16 @@ def test_the_study_has_ten_objectives_at_five_lags_and_five_rates(experiments):
     assert "500 runs for rates, 200 for schedules, 250 for the table: 950 runs" in count
 
 
+def test_a_seed_that_is_added_is_one_more_row(small, monkeypatch, tmp_path):
+    """The rows of the others are not there twice."""
+    monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
+    rows = [row("tb", 0, 1e-5, 0.5, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(type(small), "made", lambda self, stage, some, seeds: rows[: len(seeds)])
+    for seeds in ((0, 1), (0, 1, 2)):
+        kept = small.run("rates", [setting("tb", 0, 1e-5)], seeds)
+    assert [each["seed"] for each in kept] == [0, 1, 2]
+
+
 def test_only_runs_that_the_rows_lack_are_made(small, monkeypatch, tmp_path):
     """The rows are kept after each cell: a second call makes what is missing."""
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
