@@ -15,11 +15,13 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
 from tba.runs.log import METRICS, read
 from tba.runs.setup import check
+from tba.runs.summary import Summary
 
 HEADED = {"ppo", "tb_learned_z"}
 PLAIN = ("eval.prompts=0", "log.sample_every=0")
 HELD_BACK = (*PLAIN, "strategy=recent", "runtime.lag=2", "policy.reset_reference_every=4")
-STATELESS = ("asymre", "cispo", "gspo", "m2po", "topr", "vespo")
+SLOW = ("asymre", "cispo", "gspo", "m2po", "topr", "vespo")
+STATELESS = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 OPTIONS = {"vineppo": ("objective.step_tokens=2", "objective.rollouts=2")}
 
 
@@ -45,9 +47,8 @@ def test_a_run_that_holds_groups_back_resumes_exactly(objective, tiny_model, tmp
     assert {"held.jsonl", "reference.safetensors", "search_weights.safetensors"} <= files.keys()
     assert ("head.safetensors" in files) == (objective in HEADED)
     if objective in HEADED:
-        assert all(
-            weights.any() for weights in load_weights(files["head.safetensors"]).values()
-        )  # it has learned
+        learned = load_weights(files["head.safetensors"]).values()
+        assert all(weights.any() for weights in learned)
     lags = [row["off_policy/lag_mean"] for row in read(tmp_path / "part" / METRICS)]
     assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
 
@@ -56,13 +57,7 @@ def test_a_head_resumes_exactly_without_a_lag(tiny_model, tmp_path):
     resumes(tiny_model, tmp_path, "ppo", "strategy=mixture", *PLAIN)
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        "oapl",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in STATELESS),
-    ],
-)
+@pytest.mark.parametrize("objective", ["oapl", *STATELESS])
 def test_an_objective_for_stale_data_resumes_exactly(objective, tiny_model, tmp_path):
     resumes(tiny_model, tmp_path, objective, *HELD_BACK)
 
@@ -105,11 +100,8 @@ def test_an_alpha_far_from_one_warns_before_a_run(alpha, warns, tiny_model, tmp_
 def test_another_objective_cannot_resume_a_head(tiny_model, tmp_path):
     """The head must be of the same kind, or absent in both."""
     for objective in ("tb", "ppo"):
-        run(
-            config(
-                tiny_model, tmp_path / objective, f"objective={objective}", "run.steps=1", *PLAIN
-            )
-        )
+        settings = (f"objective={objective}", "run.steps=1", *PLAIN)
+        run(config(tiny_model, tmp_path / objective, *settings))
     response, prompt, none = "response", "prompt", "None"
     pairs = (
         ("ppo", "tb", none, response),
@@ -118,38 +110,24 @@ def test_another_objective_cannot_resume_a_head(tiny_model, tmp_path):
         ("ppo", "tb_learned_z", prompt, response),
     )
     for before, after, wanted, there in pairs:
-        with pytest.raises(
-            ValueError,
-            match=f"the head of objective.use = {wanted}, but the run has {there}; leave it",
-        ):
-            run(
-                _config([f"objective={after}", "run.steps=2"], tmp_path / before), tmp_path / before
-            )
-    assert (
-        run(_config(["objective=rloo", "run.steps=2"], tmp_path / "tb"), tmp_path / "tb").steps == 2
-    )
+        told = f"the head of objective.use = {wanted}, but the run has {there}; leave it"
+        with pytest.raises(ValueError, match=told):
+            resumed(tmp_path / before, after)
+    assert resumed(tmp_path / "tb", "rloo").steps == 2
+
+
+def resumed(folder: Path, objective: str) -> Summary:
+    return run(_config([f"objective={objective}", "run.steps=2"], folder), folder)
 
 
 @pytest.mark.parametrize("lag", [0, 3])
 def test_the_lag_is_constant(lag, tiny_model, tmp_path):
     """Step v learns from all groups of version v - lag; on policy, every ratio pi / mu is 1."""
-    run(
-        config(
-            tiny_model,
-            tmp_path / "run",
-            f"runtime.lag={lag}",
-            "strategy=recent",
-            "run.steps=10",
-            *PLAIN,
-        )
-    )
+    settings = (f"runtime.lag={lag}", "strategy=recent", "run.steps=10", *PLAIN)
+    run(config(tiny_model, tmp_path / "run", *settings))
     rows = read(tmp_path / "run" / METRICS)
-    assert (
-        [r["off_policy/lag_mean"] for r in rows]
-        == [r["off_policy/lag_max"] for r in rows]
-        == [min(step, lag) for step in range(10)]
-    )
-    for row in rows:
+    for step, row in enumerate(rows):
+        assert row["off_policy/lag_mean"] == row["off_policy/lag_max"] == min(step, lag)
         if row["off_policy/lag_max"] == 0:
             assert row["off_policy/ess"] == pytest.approx(1, abs=1e-4)
             assert row["off_policy/log_ratio"] == pytest.approx(0, abs=1e-4)

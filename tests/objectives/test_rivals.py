@@ -231,15 +231,8 @@ def test_the_first_steps_are_reinforce_with_their_baseline():
     torch.testing.assert_close(solve(Gspo(), logp, batch)[1], -left / spreads / lengths / 3)
     above = (batch.reward - 0.2)[..., None] * batch.mask
     torch.testing.assert_close(solve(Topr(baseline=0.2), logp, batch)[1], -above / 3)
-    torch.testing.assert_close(
-        solve(AsymRe(shift=0.0), logp, batch)[1], solve(Rloo(beta=0.0), logp, batch)[1] * 2 / 3
-    )
-
-
-@pytest.mark.parametrize("objective", [Oapl(0.3), Gspo(), TrajectoryBalance(0.3, alpha=0.5)])
-def test_finite_differences(objective):
-    logp, batch = moved()
-    assert torch.autograd.gradcheck(lambda x: objective(x, batch)[0], logp.clone().requires_grad_())
+    rloo = solve(Rloo(beta=0.0), logp, batch)[1]
+    torch.testing.assert_close(solve(AsymRe(shift=0.0), logp, batch)[1], rloo * 2 / 3)
 
 
 def test_options_without_a_sense_are_refused():
@@ -275,5 +268,4 @@ def test_alpha_close_to_one_is_the_square():
     square = solve(TrajectoryBalance(0.3, tapered=False), logp, batch)
     for alpha, tolerance in ((1.0005, 0.0), (1.002, 2e-3), (0.998, 2e-3)):
         near = solve(TrajectoryBalance(0.3, alpha=alpha), logp, batch)
-        for a, b in zip(near, square, strict=True):
-            torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
+        torch.testing.assert_close(near, square, atol=tolerance, rtol=0)
