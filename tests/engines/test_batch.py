@@ -1,21 +1,17 @@
 """Continuous batching: calls of several threads share a batch, and updates wait for it."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import suite
 from build import Steps, requests
 
 from tba.engines import EngineError
 from tba.engines._batch import Batch
 
-
-def until(done: object) -> None:
-    deadline = time.monotonic() + 30
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+until = partial(suite.until, seconds=30, every=0.001)
 
 
 def test_calls_of_several_threads_share_the_slots():

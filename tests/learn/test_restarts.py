@@ -101,13 +101,16 @@ def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(tiny_model
 
 def test_ranks_make_one_pass_over_contexts_together(sessions):
     batch = collate(sessions)
-    assert {
-        shape.layout for slot in slots(batch, 1000, 2, True, True) for shape in slot.shapes
-    } == {"plain"}
+    shapes = [shape for slot in slots(batch, 1000, 2, True, True) for shape in slot.shapes]
+    assert {shape.layout for shape in shapes} == {"plain"}
     assert not filler(batch).restarts.any()
 
 
 def test_marks_survive_the_buffer_and_its_files(tmp_path, sessions):
+    """A response may have none, and may have switched to other weights."""
+    first, *others = sessions[0].trajectories
+    plain = replace(first, marks=None, switches=((2, 7),))
+    sessions[0] = replace(sessions[0], trajectories=(plain, *others))
     buffer = ReplayBuffer()
     buffer.add(sessions, now=0)
     buffer.save(tmp_path)()
@@ -115,10 +118,11 @@ def test_marks_survive_the_buffer_and_its_files(tmp_path, sessions):
     again.load(tmp_path)
     save_groups(sessions, tmp_path / "groups.jsonl")
     stored = load_groups(tmp_path / "groups.jsonl")
-    for a, b, c in zip(sessions, again.groups(), stored, strict=True):
-        marks = [t.marks.tolist() for t in a.trajectories]
-        assert [t.marks.tolist() for t in b.trajectories] == marks
-        assert [t.marks.tolist() for t in c.trajectories] == marks
+    for groups in (again.groups(), stored):
+        for a, b in zip(sessions, groups, strict=True):
+            for t, u in zip(a.trajectories, b.trajectories, strict=True):
+                assert t.tokens.tolist() == u.tokens.tolist() and t.switches == u.switches
+                np.testing.assert_array_equal(t.marks, u.marks)
 
 
 def test_alike_are_sessions_whose_contexts_begin_alike(sessions):
@@ -150,9 +154,8 @@ def test_a_session_that_begins_otherwise_brings_its_prompt(tiny_model, sessions)
                 if np.array_equal(u.tokens, moved.tokens) and u.restarts == moved.restarts
             ]  # fmt: skip
             mask = group.trajectories[k].sampled
-            torch.testing.assert_close(
-                rows[k][: len(mask)][mask], row[: len(t.tokens)][t.sampled], atol=1e-5, rtol=1e-5
-            )
+            found, wanted = rows[k][: len(mask)][mask], row[: len(t.tokens)][t.sampled]
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_session_without_a_prompt_does_not_see_that_of_earlier_ones(sessions):
@@ -293,9 +296,8 @@ def test_on_policy_a_context_that_forgets_ends_at_the_best_that_it_can(tmp_path)
     ref_one = every[:, 0].reshape(OUTCOMES, OUTCOMES)[:, 0]
     ref_two = every[:, -1].reshape(OUTCOMES, OUTCOMES)[0]
     best = best_without_memory(ref_one, ref_two, rewards)
-    referred = [
-        replace(t, ref_logp=row.numpy()) for t, row in zip(group.trajectories, every, strict=True)
-    ]
+    pairs = zip(group.trajectories, every, strict=True)
+    referred = [replace(t, ref_logp=row.numpy()) for t, row in pairs]
     loss_of = TrajectoryBalance(beta=BETA, tapered=False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 import pytest
-from build import (
-    ENVIRONMENT,
-    as_settings,
-    children,
-    conserved,
-    run_and_keep,
-    steps,
-    wait_until,
-)
+from build import ENVIRONMENT, as_settings, children, conserved, run_and_keep, steps
 from fakes import count
 from suite import alive, until
 from talk import Script, agent_config, dialogue_config, dialogue_model
@@ -98,7 +89,7 @@ def test_each_session_ends_as_a_trajectory_or_as_a_named_rejection(agent, monkey
     complete = endpoint.turns._run
 
     def after_a_refusal(turns: Sequence[Turn]) -> list[Completion]:
-        wait_until(lambda: endpoint.counts["agents/refused"] > 0, 10)
+        until(lambda: endpoint.counts["agents/refused"] > 0, 10)
         return complete(turns)
 
     monkeypatch.setattr(endpoint_module, "WAITING", 0)
@@ -106,10 +97,7 @@ def test_each_session_ends_as_a_trajectory_or_as_a_named_rejection(agent, monkey
     full = searcher.search(parts.prompts[64:96], 96)
     assert outcome(full) == (2 * PROMPTS, {})
     assert full.stats.counts["agents/refused"] > 0  # 503, each with the seconds to wait
-    ended = time.monotonic() + 30
-    while left := running(endpoint) & OURS:
-        assert time.monotonic() < ended, left
-        time.sleep(0.1)
+    until(lambda: not running(endpoint) & OURS, 30)
     assert not endpoint._sessions and not endpoint.turns.waiting
     with socket.create_connection(("127.0.0.1", endpoint.port), 5):
         pass

@@ -9,15 +9,7 @@ import pytest
 import talk
 from build import resumes_exactly
 from conftest import EOS
-from talk import (
-    ROWS,
-    TESTS,
-    call,
-    dialogue_config,
-    dialogue_model,
-    replies,
-    searched,
-)
+from talk import ROWS, TESTS, call, dialogue_config, dialogue_model, replies, searched
 
 from tba.assemble import run
 from tba.config.schema import load
@@ -49,10 +41,8 @@ def test_a_dialogue_is_what_was_sampled_with_the_replies_between(config):
     assert own == f"{asks}{EOS}{told}{EOS}"
     assert not t.behavior_logp[~t.sampled].any() and not t.ref_logp[~t.sampled].any()
     assert t.reward == len(told)
-    assert (result.stats.counts["tools/calls"], result.stats.counts["tools/failures"]) == (
-        2,
-        0,
-    )  # of two samples
+    counts = result.stats.counts  # of two samples
+    assert (counts["tools/calls"], counts["tools/failures"]) == (2, 0)
 
 
 def test_a_reward_sees_messages_and_environments_as_in_trl(config):

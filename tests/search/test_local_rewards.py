@@ -1,8 +1,6 @@
 """A scoring process that cannot be replaced costs its searcher or the run, which is saved."""
 
 import json
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +40,18 @@ def exiting(model: Path, folder: Path) -> Config:
     )  # fmt: skip
 
 
-def failing(numbers: Callable[[int], bool]) -> Callable[..., Child]:
-    """Return what starts processes, but finds no room for the processes of these numbers."""
-    numbered = count()
+def test_a_run_whose_scoring_process_cannot_be_replaced_is_saved(tiny_model, tmp_path, monkeypatch):
+    """There is room for the first process only."""
+    chosen, started = exiting(tiny_model, tmp_path), []
 
     def start(*arguments: Any, **options: Any) -> Child:
-        if numbers(next(numbered)):
+        if started:
             raise OSError("Resource temporarily unavailable")
-        return Child(*arguments, **options)
+        started.append(Child(*arguments, **options))
+        return started[0]
 
-    return start
-
-
-def test_a_run_whose_scoring_process_cannot_be_replaced_is_saved(tiny_model, tmp_path, monkeypatch):
-    chosen = exiting(tiny_model, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "Child", failing(lambda number: number > 0))
+        patch.setattr(scoring, "Child", start)
         with pytest.raises(EngineError, match="unavailable"):
             run(chosen)
     folder = tmp_path / "run"

@@ -93,9 +93,8 @@ def test_values_by_hand(text):
 
     V at first is the mean of the other rewards; after "12" it is the mean of 121 and 122.
     """
-    (found,), verdicts, _ = estimate(
-        text, [group(text, "1+", "123", "1245-", "7")], rollouts=2, step_tokens=2
-    )
+    groups = [group(text, "1+", "123", "1245-", "7")]
+    (found,), verdicts, _ = estimate(text, groups, rollouts=2, step_tokens=2)
     first = [(1245 + 7) / 2, (123 + 7) / 2, (123 + 1245) / 2]
     later = [121.5, 121.5]
     assert values(found) == [[first[0]] * 2 + later, [first[1]] * 2 + later, [first[2]] * 2]
@@ -107,9 +106,8 @@ def test_values_of_each_token_by_hand(text):
 
     The state after "12" is the same for two responses, that after "1" for three.
     """
-    (found,), verdicts, engine = estimate(
-        text, [group(text, "1+", "12", "123", "14")], rollouts=3, step_tokens=1
-    )
+    groups = [group(text, "1+", "12", "123", "14")]
+    (found,), verdicts, engine = estimate(text, groups, rollouts=3, step_tokens=1)
     first, second, third = (123 + 14) / 2, (12 + 14) / 2, (12 + 123) / 2
     assert values(found) == [[first, 12, 122], [second, 12, 122, 1232], [third, 12, 142]]
     contexts = [contexts for contexts, _, _ in engine.asked]
@@ -134,9 +132,8 @@ def test_rollouts_are_sampled_like_responses_with_what_is_left_of_the_limit(text
 
 
 def test_responses_of_one_step_need_no_rollouts(text):
-    (found,), verdicts, engine = estimate(
-        text, [group(text, "1+", "12", "345", "6")], rollouts=4, step_tokens=4
-    )
+    groups = [group(text, "1+", "12", "345", "6")]
+    (found,), verdicts, engine = estimate(text, groups, rollouts=4, step_tokens=4)
     assert (verdicts, engine.asked) == ([], [])
     assert values(found) == [[175.5] * 3, [9.0] * 4, [178.5] * 2]
 
@@ -184,9 +181,8 @@ def test_values_converge_to_the_true_ones(toy_model, tmp_path):
         every = group_of_all(text, group.prompt, policy)
         states: dict[int, list[tuple[float, float]]] = {}
         for t in every.trajectories:
-            states.setdefault(int(t.tokens[0]), []).append(
-                (float(np.exp(t.ref_logp.sum())), t.reward)
-            )
+            p = float(np.exp(t.ref_logp.sum()))
+            states.setdefault(int(t.tokens[0]), []).append((p, t.reward))
         seen = set()
         for t in group.trajectories:
             assert t.value is not None and len(t.value) == len(t.tokens)
@@ -201,9 +197,8 @@ def test_values_converge_to_the_true_ones(toy_model, tmp_path):
 
 def test_the_seed_decides_the_values(toy_model, tmp_path):
     settings = (*VINE, "objective.rollouts=3")
-    found = [
-        collate(search(toy_model, tmp_path, seed, *settings).groups).value for seed in (1, 1, 2)
-    ]
+    groups = [search(toy_model, tmp_path, seed, *settings).groups for seed in (1, 1, 2)]
+    found = [collate(each).value for each in groups]
     assert torch.equal(found[0], found[1])
     assert found[0].shape != found[2].shape or not torch.equal(found[0], found[2])
 
@@ -220,10 +215,9 @@ def test_rollouts_are_counted_apart_from_samples(toy_model, tmp_path):
     without = search(toy_model, tmp_path, 1, "objective=rloo")
     assert without.stats.counts["rollouts_generated"] == 0
     assert collate(without.groups).value[collate(without.groups).mask].isnan().all()
+    one, other = collate(with_values.groups), collate(without.groups)
     for name in ("tokens", "mask", "behavior_logp", "ref_logp", "reward"):
-        assert torch.equal(
-            getattr(collate(with_values.groups), name), getattr(collate(without.groups), name)
-        )
+        assert torch.equal(getattr(one, name), getattr(other, name))
 
 
 def test_values_are_stored_where_there_are_any(groups, tmp_path):
@@ -243,6 +237,5 @@ def test_values_are_stored_where_there_are_any(groups, tmp_path):
     for found in ([t for g in load_groups(tmp_path / "held.jsonl") for t in g.trajectories], kept):
         expected = [t for g in some for t in g.trajectories]
         assert [t.tokens.tolist() for t in found] == [t.tokens.tolist() for t in expected]
-        assert [None if t.value is None else t.value.tolist() for t in found] == [
-            None if t.value is None else t.value.tolist() for t in expected
-        ]
+        for t, u in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(t.value, u.value)

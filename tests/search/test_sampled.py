@@ -19,8 +19,7 @@ from tba.learn.trainer import _group_metrics
 from tba.models.pretrained import load_model
 from tba.objectives.tb import TrajectoryBalance
 from tba.replay.buffer import ReplayBuffer
-from tba.replay.store import load_groups, save_groups
-from tba.types import GIVEN, SAMPLED, Batch, Group, Trajectory, collate
+from tba.types import GIVEN, Batch, Group, Trajectory, collate
 
 GARBAGE = 7.0
 """Value of everything at the environment's tokens: nothing may depend on it."""
@@ -34,14 +33,10 @@ def with_reply(t: Trajectory, place: int) -> Trajectory:
     def put(values: np.ndarray | None, inserted: float) -> Any:
         return None if values is None else np.insert(values, [place] * 2, inserted)
 
-    return replace(
-        t,
-        tokens=put(t.tokens, 4),
-        behavior_logp=put(t.behavior_logp, GARBAGE),
-        ref_logp=put(t.ref_logp, GARBAGE),
-        value=put(t.value, GARBAGE),
-        marks=put(np.ones(len(t.tokens), np.uint8), GIVEN),
-    )
+    names = ("behavior_logp", "ref_logp", "value")
+    numbers = {name: put(getattr(t, name), GARBAGE) for name in names}
+    marks = put(np.ones(len(t.tokens), np.uint8), GIVEN)
+    return replace(t, tokens=put(t.tokens, 4), marks=marks, **numbers)
 
 
 @pytest.fixture
@@ -129,14 +124,8 @@ def test_objectives_read_sampled_tokens_only(name, groups, spread):
 
 def test_tb_by_hand():
     """Two dialogues; d is 0.5 + 0.25 and -1.0, whatever stands at the environment's token."""
-    arrays: dict[str, Any] = {"tokens": np.array([2, 3, 4], np.int32), "version": 0}
-    zeros = np.zeros(3, np.float32)
-    marks = np.array([SAMPLED, GIVEN, SAMPLED], np.uint8)
-    some = []
-    for reward in (1.0, 0.0):
-        made = arrays["tokens"], zeros, zeros, reward, 0, True
-        some.append(Trajectory(*made, marks=marks))
-    batch = collate([group("a", *some)])
+    dialogue = masked(2, 3, 4, mask=[True, False, True])
+    batch = collate([group("a", *(replace(dialogue, reward=reward) for reward in (1.0, 0.0)))])
     logp = torch.tensor([[[0.5, 9.0, 0.25], [-0.5, 9.0, -0.5]]])
     loss, metrics = TrajectoryBalance(beta=0.5, tapered=False)(logp, batch)
     # beta d - r = -0.625 and -0.5; the mean is -0.5625, and what is left is -+ 0.0625
@@ -181,16 +170,3 @@ def test_the_same_text_from_another_hand_is_another_response():
     buffer.add([group("a", masked(1, 2, 3), masked(1, 2, 3, mask=mask))], 0)
     buffer.add([group("a", masked(1, 2, 3, mask=mask))], 1)
     assert (len(buffer), buffer.counts["duplicates"]) == (2, 1)
-
-
-def test_groups_in_a_file_keep_their_masks(spread, tmp_path):
-    first = spread[0].trajectories[0]
-    switched = replace(first, switches=((len(first.tokens) - 1, 7),))
-    spread[0] = replace(spread[0], trajectories=(switched, *spread[0].trajectories[1:]))
-    save_groups(spread, tmp_path / "held")
-    for a, b in zip(spread, load_groups(tmp_path / "held"), strict=True):
-        for t, u in zip(a.trajectories, b.trajectories, strict=True):
-            assert t.tokens.tolist() == u.tokens.tolist()
-            assert (t.sampled is None) == (u.sampled is None)
-            assert t.switches == u.switches
-            np.testing.assert_array_equal(t.sampled, u.sampled)

@@ -62,10 +62,8 @@ def meaning(messages: list[Any]) -> list[Any]:
         content = m.get("content") or ""
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)
-        calls = [
-            (c["function"]["name"], json.loads(c["function"]["arguments"]))
-            for c in m.get("tool_calls") or []
-        ]
+        functions = [c["function"] for c in m.get("tool_calls") or []]
+        calls = [(f["name"], json.loads(f["arguments"])) for f in functions]
         said.append((m["role"], content.strip() if m["role"] == "assistant" else content, calls))
     return said
 
@@ -140,9 +138,8 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
         written = tokenizer(thought + answer + called, add_special_tokens=False)["input_ids"]
         tokens = np.array([*written, *ended], np.int32)
         turn = Completion(tokens, np.zeros(len(tokens), np.float32), ends, 0)
-        reply = json.loads(
-            json.dumps(message_of(chat, asked.context, turn, request, request.stops))
-        )
+        reply = message_of(chat, asked.context, turn, request, request.stops)
+        reply = json.loads(json.dumps(reply))
         said[session.add(asked, turn, reply)] = meaning([*messages, reply])
         answers = [
             {"role": "tool", "tool_call_id": c["id"], "content": "2"}
