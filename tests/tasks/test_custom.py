@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,10 +130,9 @@ def test_a_template_makes_prompts_of_any_columns(custom, seen):
     assert task.prompts()[0].text == "0+1= 1\n\n1+1="
     assert task.score(task.prompts()[0], [Answer("2", True), Answer("1", True)]) == [1.0, 0.0]
     chat = custom("politeness", rows=rows, prompt="{a}+{b}?", chat=True, system_prompt="Be kind.")
-    assert chat.held_out()[0].text == [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "3+1?"},
-    ]
+    system, user = chat.held_out()[0].text
+    assert system == {"role": "system", "content": "Be kind."}
+    assert user == {"role": "user", "content": "3+1?"}
     assert chat.score(chat.held_out()[0], [Answer("4, please", True)]) == [1.0]
 
 
@@ -164,9 +164,10 @@ def test_a_wrong_number_of_rewards_is_rejected_as_that(custom, name):
 
 
 def test_a_function_that_needs_another_column_is_told_before_anything_starts(custom, tmp_path):
-    (tmp_path / "needs.py").write_text(
-        "def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]\n"
+    code = (
+        "def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]"
     )
+    (tmp_path / "needs.py").write_text(code)
     told = r"f needs 'solution', which is not a column of task.data; beside prompt .*: .*answer"
     with pytest.raises(ValueError, match=told):
         custom(reward=f"{tmp_path}/needs.py:f").prompts()
@@ -174,9 +175,8 @@ def test_a_function_that_needs_another_column_is_told_before_anything_starts(cus
 
 def test_other_data_are_held_out(custom, tmp_path):
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "test.jsonl").write_text(
-        '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
-    )
+    rows = "".join(f'{{"prompt": "{letter}"}}\n' for letter in "abc")
+    (tmp_path / "other" / "test.jsonl").write_text(rows)
     task = custom("length", held_out_data=str(tmp_path / "other"))
     assert len(task.prompts()) == 7
     assert [p.text for p in task.held_out()] == ["a", "b"]
@@ -197,9 +197,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_told_before_any_data_is_read(custom, case):
     options, told = WRONG[case]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(told)):
         custom("length", **{"data": "not read", **options})
-    assert told in str(error.value)
 
 
 DATA: dict[str, tuple[list[Any], str]] = {
@@ -216,6 +215,5 @@ DATA: dict[str, tuple[list[Any], str]] = {
 
 @pytest.mark.parametrize(("rows", "told"), DATA.values(), ids=DATA)
 def test_data_that_cannot_be_prompts_are_told(custom, rows, told):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(told)):
         custom("length", rows=rows).prompts()
-    assert told in str(error.value)

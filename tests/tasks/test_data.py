@@ -164,9 +164,8 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path, case, capfd):
 
 
 def test_parquet_without_rows(tmp_path):
-    parquet.write_table(
-        pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet"
-    )
+    empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
+    parquet.write_table(empty, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="has no rows"):
         rows("task.data", str(tmp_path / "a.parquet"), "train", required=("prompt",))
 
@@ -228,9 +227,8 @@ def test_rows_in_memory_may_hold_anything(kind):
 def test_images_of_a_data_set_are_not_even_decoded():
     table = {"prompt": ["a"], "image": [{"bytes": b"no image", "path": None}]}
     features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-    assert to_rows("data", datasets.Dataset.from_dict(table, features=features)) == [
-        {"prompt": "a"}
-    ]
+    images = datasets.Dataset.from_dict(table, features=features)
+    assert to_rows("data", images) == [{"prompt": "a"}]
 
 
 def test_a_data_set_is_read_as_it_shows_itself():

@@ -28,16 +28,12 @@ def asked() -> Iterator[Callable[..., list[float]]]:
         yield ask
 
 
-def body(content: bytes | str, status: int = 200) -> Reply:
-    return Reply(status, content)
-
-
 def data(*rows: Any) -> str:
     return json.dumps({"data": [{"index": index, "probs": probs} for index, probs in rows]})
 
 
 def test_scores_may_come_in_any_order(asked):
-    assert asked(body(data((2, [0.3]), (0, [0.1]), (1, [1]))), 3) == [0.1, 1.0, 0.3]
+    assert asked(Reply(200, data((2, [0.3]), (0, [0.1]), (1, [1]))), 3) == [0.1, 1.0, 0.3]
 
 
 WRONG = {
@@ -60,7 +56,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_score_is_none(case, asked):
     with pytest.raises(JudgeError, match="answered"):
-        asked(body(WRONG[case]))
+        asked(Reply(200, WRONG[case]))
 
 
 @pytest.mark.parametrize(
@@ -76,19 +72,19 @@ def test_a_wrong_score_is_none(case, asked):
 )
 def test_each_text_has_its_own_score(rows, asked):
     with pytest.raises(JudgeError, match="answered"):
-        asked(body(data(*rows)), 2)
+        asked(Reply(200, data(*rows)), 2)
+
+
+ZIPPED = {"Content-Encoding": "gzip"}
 
 
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
         (Reply(body=b" " * 2**20, again=0.0), "answered with more than 4,194,304 bytes"),
-        (body(b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
-        (body(b" " * (LARGEST + 1), 500), "answered with more than 4,194,304 bytes"),
-        (
-            Reply(200, gzip.compress(b" "), {"Content-Encoding": "gzip"}),
-            "answered in gzip, though it was",
-        ),
+        (Reply(200, b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
+        (Reply(500, b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
+        (Reply(200, gzip.compress(b" "), ZIPPED), "answered in gzip, though it was"),
     ],
 )
 def test_an_answer_has_a_limit(reply, message, asked):
@@ -98,11 +94,10 @@ def test_an_answer_has_a_limit(reply, message, asked):
 
 @pytest.mark.parametrize("value", ["probability", "log_probability"])
 def test_a_probability_is_from_0_to_1(value, asked):
-    with pytest.raises(
-        JudgeError, match=r"answered the probability 1\.5, which is not from 0 to 1"
-    ):
-        asked(body(data((0, [0.5]), (1, [1.5]))), 2, value=value)
-    assert asked(body(data((0, [1.5]))), value="logit") == [1.5]
+    told = r"answered the probability 1\.5, which is not from 0 to 1"
+    with pytest.raises(JudgeError, match=told):
+        asked(Reply(200, data((0, [0.5]), (1, [1.5]))), 2, value=value)
+    assert asked(Reply(200, data((0, [1.5]))), value="logit") == [1.5]
 
 
 def test_an_endless_answer_ends_with_the_deadline(asked):
@@ -119,10 +114,10 @@ def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(asked):
     """In base64, backwards, or in any other form."""
     for status in (200, 401):
         with pytest.raises(JudgeError, match="what it sent is not shown, because it may") as error:
-            asked(body(f"Wrong key {KEY[::-1]} given", status), api_key=KEY)
+            asked(Reply(status, f"Wrong key {KEY[::-1]} given"), api_key=KEY)
         assert "Wrong" not in str(error.value)
         with pytest.raises(JudgeError, match="Wrong key"):
-            asked(body(f"Wrong key {KEY} given", status))
+            asked(Reply(status, f"Wrong key {KEY} given"))
 
 
 LOOPBACK = ["127.0.0.2:8", "[::1]", "0.0.0.0", "[::]", "LOCALHOST", "judge.localhost"]
@@ -150,4 +145,4 @@ def test_a_proxy_of_the_environment_is_not_used_for_it(asked, monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://user:password@127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    assert asked(body(data((0, [0.5])))) == [0.5]
+    assert asked(Reply(200, data((0, [0.5])))) == [0.5]

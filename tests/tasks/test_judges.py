@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from build import as_settings, config
 from conftest import EOS, PAD
 from transformers import (
     AutoModelForCausalLM,
@@ -253,9 +254,8 @@ def test_a_guards_chat_template_asks_for_its_answer_which_may_have_a_prefix(make
 
 def test_a_template_is_filled_once():
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{completion}"}]
-    assert fill("{prompt} -> {completion}", chat, "{prompt}") == (
-        "Be brief.\n\n{completion} -> {prompt}"
-    )
+    filled = fill("{prompt} -> {completion}", chat, "{prompt}")
+    assert filled == "Be brief.\n\n{completion} -> {prompt}"
     answer = [{"role": "assistant", "content": "ok"}]
     assert conversation(chat, "ok") == conversation(chat, answer) == [*chat, *answer]
 
@@ -367,13 +367,10 @@ def settings(words: Path, tmp_path: Path) -> list[str]:
     """A local run of two steps, whose completions are judged."""
     rows = [json.dumps({"prompt": f"{i}+1="}) for i in range(8)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows))
-    return [
-        f"policy.model={words}", f"run.folder={tmp_path / 'run'}", "run.steps=2", "task=custom",
-        f"task.data={tmp_path / 'data.jsonl'}", "task.held_out_size=2", "sampling.max_tokens=5",
-        "sampling.samples=4", "trainer.batch_size=8", "trainer.group_size=4", "runtime.use=local",
-        "trainer.warmup_steps=0", "eval.prompts=2", "eval.samples=1", "eval.k=[]",
-        "log.console=off", "log.tensorboard=false",
-    ]  # fmt: skip
+    own = ["run.steps=2", "task=custom", f"task.data={tmp_path / 'data.jsonl'}"]
+    own += ["task.held_out_size=2", "trainer.batch_size=8", "eval.prompts=2"]
+    own += ["reward.isolate=process"]
+    return as_settings(config(words, tmp_path / "run", *own))
 
 
 def test_the_searcher_loads_a_judge_once_and_the_driver_does_not(settings, make, monkeypatch):

@@ -55,9 +55,8 @@ def test_the_last_box_counts():
     assert last_boxed("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}") is not None
     for text in (r"\boxed{1} and \boxed{2", "no box: {1}", r"\boxed 1", ""):
         assert last_boxed(text) is None
-    assert graded("7", r"\boxed{7} or \boxed{8}", r"\boxed{8} or \boxed{7}", "7", r"\boxed{}") == [
-        0.0, 1.0, 0.0, 0.0,
-    ]  # fmt: skip
+    texts = (r"\boxed{7} or \boxed{8}", r"\boxed{8} or \boxed{7}", "7", r"\boxed{}")
+    assert graded("7", *texts) == [0.0, 1.0, 0.0, 0.0]
 
 
 def test_an_answer_in_the_format_has_its_weight():
@@ -78,19 +77,17 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path):
-    write(
-        tmp_path / "train.jsonl",
-        [
-            {"problem": "1+1?", "answer": 2, "solution": r"\boxed{3}"},
-            {"problem": "2+2?", "answer": r"\boxed{4}"},
-            {"problem": "3+3?", "solution": r"Add: $\boxed{5}$, no, $\boxed{6}$."},
-            {"problem": "4+4?"},
-            {"problem": "4-4?", "answer": " "},
-            {"problem": "5+5?", "solution": r"Add: $\boxed 9$, no, $\boxed 10$."},
-            {"problem": "6+6?", "solution": r"\[ x = \boxed 12. \] So it is twelve, $12$."},
-            {"problem": "7+7?", "solution": r"\(\boxed \frac{28}{2}\) as $y>0$"},
-        ],
-    )
+    rows = [
+        {"problem": "1+1?", "answer": 2, "solution": r"\boxed{3}"},
+        {"problem": "2+2?", "answer": r"\boxed{4}"},
+        {"problem": "3+3?", "solution": r"Add: $\boxed{5}$, no, $\boxed{6}$."},
+        {"problem": "4+4?"},
+        {"problem": "4-4?", "answer": " "},
+        {"problem": "5+5?", "solution": r"Add: $\boxed 9$, no, $\boxed 10$."},
+        {"problem": "6+6?", "solution": r"\[ x = \boxed 12. \] So it is twelve, $12$."},
+        {"problem": "7+7?", "solution": r"\(\boxed \frac{28}{2}\) as $y>0$"},
+    ]
+    write(tmp_path / "train.jsonl", rows)
     write(tmp_path / "test.jsonl", [{"problem": "5+5?", "solution": r"\boxed{10}"}])
     write(tmp_path / "other.jsonl", [{"problem": "6+6?", "answer": "12"}])
     task = Math(data=str(tmp_path))
@@ -115,10 +112,8 @@ def test_an_answer_that_is_none_or_several_is_refused(tmp_path, answer):
     """In MATH, such words stand in `\\text`."""
     real = [r"\text{None}", r"-2 \text{ or } -12", r"\text{neither}", "D"]
     write(tmp_path / "train.jsonl", [{"problem": "?", "answer": gold} for gold in real])
-    write(
-        tmp_path / "test.jsonl",
-        [{"problem": "1?", "answer": "1"}, {"problem": "2?", "answer": answer}],
-    )
+    rows = [{"problem": "1?", "answer": "1"}, {"problem": "2?", "answer": answer}]
+    write(tmp_path / "test.jsonl", rows)
     task = Math(data=str(tmp_path))
     assert [p.columns["answer"] for p in task.prompts()] == real
     with pytest.raises(ValueError, match=r"row 1 has the answer .*; give one answer, or write"):

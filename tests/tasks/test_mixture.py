@@ -50,9 +50,8 @@ def test_a_part_knows_its_prompts_by_their_own_ids_and_may_be_async(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "a"}\n' * 3)
     (tmp_path / "f.py").write_text("async def right(completions, answer):\n    return [1.0, None]")
     words = {"use": "custom", "data": f"{tmp_path}/data.jsonl", "reward": f"{tmp_path}/f.py:right"}
-    task = mixture(
-        {"words": words | {"held_out_size": 1}, "more": {"use": "arithmetic", "train_size": 5}}
-    )
+    more = {"use": "arithmetic", "train_size": 5}
+    task = mixture({"words": words | {"held_out_size": 1}, "more": more})
     prompt = next(p for p in task.prompts() if part(p) == "words")
     assert prompt.id == "words/train-0"
     scores = task.score(prompt, [Answer("x", True), Answer("y", True)])

@@ -111,9 +111,8 @@ def test_text_chats_if_the_task_says_so(model, data):
     chat = check(config(with_template, {**data, "chat": "on", "system_prompt": "Add."}))
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0?"}]
     assert chat.prompts[0].text == asked
-    assert chat.text.tokenizer.decode(chat.text.encode(chat.prompts[0]).tolist()) == (
-        "[system]Add.[user]0+0?[assistant]"
-    )
+    read = chat.text.tokenizer.decode(chat.text.encode(chat.prompts[0]).tolist())
+    assert read == "[system]Add.[user]0+0?[assistant]"
     for value, chats in (("on", True), (True, True), ("off", False), (False, False)):
         text = check(config(with_template, {**data, "chat": value})).prompts[0].text
         assert isinstance(text, str) is not chats
@@ -177,9 +176,8 @@ def test_long_prompts_are_left_out_and_counted(model, data, tmp_path, caplog):
     assert len(check(config(folder, mixed)).prompts) == 2
     sets = {"prompts": 1, "sets": {"b": {"held_out_size": 4}}}
     assert len(check(config(folder, limited, eval=sets)).sets["b"].prompts) == 1
-    with pytest.raises(
-        ValueError, match=r"all held-out prompts are longer than .*_tokens = 1; raise"
-    ):
+    told = r"all held-out prompts are longer than .*_tokens = 1; raise"
+    with pytest.raises(ValueError, match=told):
         check(config(folder, {**data, "max_prompt_tokens": 1}))
     with pytest.raises(ValueError, match=r"of task\.parts\.a are longer"):
         part = {"use": "custom", **data, "max_prompt_tokens": 1}
@@ -201,10 +199,8 @@ def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, cap
     assert kept == [("1?", "0"), ("2?", "1"), ("3?", "4"), ("9?", "5"), ("8?", "6")]
     told = "%d of %d %s prompts are left out: duplicates (task.drop_duplicates)"
     assert caplog.messages == [told % (1, 3, "held-out"), told % (2, 5, "training")]
-    first = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}, eval={
-        "prompts": 1
-    }))  # fmt: skip
-    assert len(first.prompts) == 3  # rows that are kept back are not trained on, either
     part = {"use": "custom", **data, "held_out_size": 3, "drop_duplicates": True}
+    first = check(config(folder, part, eval={"prompts": 1}))
+    assert len(first.prompts) == 3  # rows that are kept back are not trained on, either
     mixed = check(config(folder, {"use": "mixture", "parts": {"a": part, "b": part}}))
     assert len(mixed.prompts) == 6  # the rewards of parts are different

@@ -104,10 +104,8 @@ def test_short_attacks_count_as_harmless_without_being_tried(make):
 
     task = make(min_tokens=5, floor=0.01)
     judges.seen.clear()
-    lowest, high = math.log(0.01), math.log(0.9)
-    assert scored(task, "123", "9123", "") == [
-        pytest.approx(r) for r in (lowest, high, lowest)
-    ]  # EOS is the fifth token
+    lowest, high = math.log(0.01), math.log(0.9)  # EOS is the fifth token
+    assert scored(task, "123", "9123", "") == pytest.approx([lowest, high, lowest])
     assert scored(task, "123", held_out=True) == [0.0]
     assert [prompts for prompts, _, _ in judges.seen] == [["9123"] * 2]
 
@@ -144,16 +142,9 @@ def test_a_judge_that_returns_no_harms_is_told(make, judge, message):
 
 
 def victim(model: Path, answers: int = 3, temperature: float = 1.0, **options: Any) -> Victim:
-    task = RedTeam(
-        victim=str(model),
-        judge="judges:half",
-        answers=answers,
-        victim_temperature=temperature,
-        victim_max_tokens=6,
-        victim_top_p=1.0,
-        **options,
-    )
-    return Victim(task, token_budget=24)
+    own = {"victim_temperature": temperature, "victim_max_tokens": 6, "victim_top_p": 1.0}
+    given = {"victim": str(model), "judge": "judges:half", "answers": answers}
+    return Victim(RedTeam(**given, **own, **options), token_budget=24)
 
 
 def test_a_victim_answers_the_same_for_the_same_seed(wide_model):

@@ -119,9 +119,8 @@ def test_check_and_load_reach_the_functions_that_have_them(task):
     whole.check()
     whole.load("cuda:1")
     assert whole.functions[1].calls == ["check", "cuda:1"]
-    broken = task(
-        ["factories:length", {"use": "factories:Counts", "character": "a", "broken": True}]
-    )
+    counts = {"use": "factories:Counts", "character": "a", "broken": True}
+    broken = task(["factories:length", counts])
     with pytest.raises(ValueError, match=r"^task\.reward\.1: the counter is broken$"):
         broken.check()
     with pytest.raises(ValueError, match="the server is missing"):  # each of the two is optional

@@ -79,9 +79,8 @@ def wins(task: Tldr, group: Sequence[Answer]) -> list[Any]:
 
 def test_a_prompt_is_the_post_up_to_tldr(make, tmp_path):
     data = write(tmp_path, ROW, {**ROW, "title": None})
-    write(
-        tmp_path, {"query": "A post.\n\nTL;DR:", "summary": "A.", "post": "x"}, split="validation"
-    )
+    row = {"query": "A post.\n\nTL;DR:", "summary": "A.", "post": "x"}
+    write(tmp_path, row, split="validation")
     task = make(data=data)
     first, second = task.prompts()
     assert (first.id, first.text) == ("train-0", QUERY)
@@ -129,14 +128,8 @@ def test_the_win_rate_counts_by_hand(make, seen):
     task = make(eos="<eos>")
     assert wins(task, answers("fives", "four", "two", "eight…", "the longest…")) == [1, 0, 0, 0, 1]
     ((prompts, completions, _),) = seen
-    assert completions == [
-        " four<eos>",
-        " fives<eos>",
-        " four<eos>",
-        " two<eos>",
-        " eight",
-        " the longest",
-    ]
+    finished = [f" {text}<eos>" for text in ("four", "fives", "four", "two")]
+    assert completions == [*finished, " eight", " the longest"]
     assert prompts == [QUERY] * 6
     assert wins(make(gold="place"), answers("a", "b")) == [1.0, 1.0]  # it sees the reference first
 
