@@ -2,7 +2,7 @@
 
 import json
 import math
-from pathlib import Path
+import re
 
 import pytest
 from pydantic import ValidationError
@@ -79,9 +79,8 @@ WRONG = {
 
 @pytest.mark.parametrize("setting", WRONG)
 def test_a_mistake_is_told_with_what_to_write(setting):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(WRONG[setting])):
         load(None, [setting])
-    assert WRONG[setting] in str(error.value)
 
 
 def test_few_of_many_keys_are_told_and_where_all_are():
@@ -113,23 +112,18 @@ def test_local_without_fresh_groups_would_never_search():
 
 def test_waiting_is_for_a_batch_on_local_and_for_nothing_on_ray():
     sizes = ["trainer.batch_size=21", "trainer.group_size=7"]
-    local, ray, first = (
-        load(None, ["runtime.use=local", *sizes]),
-        load(None, sizes),
-        load(None, ["replay.first_fill=11"]),
-    )
+    local, ray = load(None, ["runtime.use=local", *sizes]), load(None, sizes)
+    first = load(None, ["replay.first_fill=11"])
     assert (local.trainer.groups, local.fresh, ray.fresh) == (3, 3, 0)
     assert (local.first_fill, first.first_fill) == (3, 11)
 
 
 def test_overrides_win_over_the_file(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(
-        'strategy = "recent"\n[run]\nsteps = 7\nseed = 3\n[objective]\nuse = "rloo"\nbeta = 0.2\n'
-    )
-    config = load(
-        path, ["run.steps=9", "objective.beta=0.3", "policy.model=~/my model", "eval.k=[1, 2]"]
-    )
+    objective = '[objective]\nuse = "rloo"\nbeta = 0.2\n'
+    path.write_text(f'strategy = "recent"\n[run]\nsteps = 7\nseed = 3\n{objective}')
+    own = ["run.steps=9", "objective.beta=0.3", "policy.model=~/my model", "eval.k=[1, 2]"]
+    config = load(path, own)
     assert (config.run.steps, config.run.seed, config.strategy.use) == (9, 3, "recent")
     assert (config.objective.use, config.objective.options) == ("rloo", {"beta": 0.3})
     assert (config.policy.model, config.eval.k) == ("~/my model", (1, 2))
@@ -150,14 +144,8 @@ def test_overrides_win_over_the_file(tmp_path):
 )
 def test_a_file_that_is_no_config_is_told(tmp_path, text, told):
     (tmp_path / "run.toml").write_text(text)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(told)):
         load(tmp_path / "run.toml")
-    assert told in str(error.value)
-
-
-def test_a_missing_file_is_told():
-    with pytest.raises(ValueError, match=r"no such config file: nowhere\.toml"):
-        load(Path("nowhere.toml"))
 
 
 @pytest.mark.parametrize(
@@ -170,10 +158,8 @@ def test_another_plugin_does_not_inherit_options(tmp_path, former, shorthand):
     path = tmp_path / "run.toml"
     path.write_text(former)
     assert load(path, [shorthand]).objective.model_dump() == {"use": "rloo"}
-    for settings in (
-        [shorthand, "objective.beta=0.3"],
-        ["objective.beta=0.3", shorthand],
-    ):  # the order of settings does not matter
+    for order in (1, -1):  # which does not matter
+        settings = [shorthand, "objective.beta=0.3"][::order]
         assert load(path, settings).objective.model_dump() == {"use": "rloo", "beta": 0.3}
 
 
@@ -190,10 +176,8 @@ def test_the_same_plugin_keeps_its_options(tmp_path, same):
 
 
 def test_options_alone_keep_the_default_plugin():
-    for config in (
-        load(None, ["objective.beta=0.02"]),
-        Config.model_validate({"objective": {"beta": 0.02}}),
-    ):
+    from_python = Config.model_validate({"objective": {"beta": 0.02}})
+    for config in (load(None, ["objective.beta=0.02"]), from_python):
         assert config.objective.model_dump() == {"use": "tb", "beta": 0.02}
 
 

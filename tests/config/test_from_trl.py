@@ -56,9 +56,8 @@ def test_a_setting_of_another_package_is_named(setting, told):
 
 @pytest.mark.parametrize("name", NEAREST)
 def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name):
-    with pytest.raises(
-        ValueError, match=f"no objective called '{re.escape(name)}'; the nearest is"
-    ):
+    told = f"no objective called '{re.escape(name)}'; the nearest is"
+    with pytest.raises(ValueError, match=told):
         resolve_all(load(None, [f"objective={name}"]))
     resolve_all(load(None, NEAREST[name].split()))
 

@@ -123,9 +123,7 @@ def test_options_have_their_secrets_where_they_are_built(monkeypatch):
     monkeypatch.setenv("CANARY", CANARY)
     options = {"token": "env:CANARY", "auth": {"key": ["env:CANARY", ""], "url": ["env:CANARY"]}}
     options["inner"] = {"password": "env:CANARY"}
-    plugin = resolve(
-        "tasks", "task", "test_secrets.Mine", {**options, "inner": {"password": "env:CANARY"}}
-    )
+    plugin = resolve("tasks", "task", "test_secrets.Mine", options)
     assert CANARY not in repr(plugin)
     built = plugin.build()
     assert built.token == built.inner.password == CANARY

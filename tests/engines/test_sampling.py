@@ -65,13 +65,16 @@ def test_tokens_are_chosen_as_asked_and_log_probs_stay(case):
 SETTINGS = {"top_k": "5", "top_p": "0.9"}
 
 
+@pytest.mark.parametrize("objective", ["objective=grpo", "objective.importance_cap=2.0"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_objectives_that_compare_with_the_sampling_policy_refuse_them(name, tiny_model, tmp_path):
+def test_objectives_that_compare_with_the_sampling_policy_refuse_them(
+    name, objective, tiny_model, tmp_path
+):
     setting = f"sampling.{name}={SETTINGS[name]}"
     parts = check(toy_config(tiny_model, tmp_path, setting))  # tb does not
     assert str(vars(parts.search_setup().sampling)[name]) == SETTINGS[name]
-    with pytest.raises(ValueError, match=rf"sampling\.{name} does not work with"):
-        check(toy_config(tiny_model, tmp_path, setting, "objective=grpo"))
+    with pytest.raises(ValueError, match=rf"sampling\.{name} does not work with objective"):
+        check(toy_config(tiny_model, tmp_path, setting, objective))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -141,9 +144,8 @@ def test_a_run_counts_what_it_rejects(toy_model, tmp_path):
 
 
 def searched(kept: int, truncated: int) -> SearchStats:
-    return SearchStats(
-        Counter(samples_generated=kept + truncated), rejected=Counter(truncated=truncated)
-    )
+    counts = Counter(samples_generated=kept + truncated)
+    return SearchStats(counts, rejected=Counter(truncated=truncated))
 
 
 def test_the_run_stops_when_all_are_cut_off_and_not_for_a_large_share():

@@ -23,9 +23,8 @@ from tba.runs.setup import check
 
 def text_of(vocabulary: Sequence[str], decoder: Any) -> Tokenizer:
     """A tokenizer with these tokens, of which the first is special."""
-    words = tokenizers.Tokenizer(
-        models.WordLevel({t: i for i, t in enumerate(vocabulary)}, unk_token="<u>")
-    )
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    words = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="<u>"))
     words.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=vocabulary[0])
     return Tokenizer(tokenizer, 0, frozenset({0}), 0, 99, 999)

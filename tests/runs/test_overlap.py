@@ -41,16 +41,6 @@ def test_rendered_prompts_are_compared(tiny_model, tmp_path, one_file):
     assert len(check(config(tiny_model, tmp_path, *settings(one_file))).prompts) == 12
 
 
-def test_a_duplicate_among_many_is_not_trained_on(tiny_model, tmp_path, one_file, caplog):
-    rows = [{"question": f"{i}+7=", "answer": "#### 9"} for i in range(100)]
-    (one_file / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (one_file / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[41:42]))
-    parts = check(config(tiny_model, tmp_path, *settings(one_file)))
-    assert (len(parts.prompts), len(parts.held_out)) == (99, 1)
-    assert parts.held_out[0].text not in [p.text for p in parts.prompts]
-    assert "1 of 100 training prompts are also held out, and not trained on" in caplog.text
-
-
 def test_without_evaluation_nothing_is_held_out(tiny_model, tmp_path, one_file):
     parts = check(config(tiny_model, tmp_path, *settings(one_file, "eval.prompts=0")))
     assert (len(parts.prompts), len(parts.held_out)) == (12, 0)
