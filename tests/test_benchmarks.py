@@ -96,9 +96,8 @@ def test_results_are_rows_and_the_docs_show_them(measure):
     fields = {f.name for f in dataclasses.fields(measure.Row)}
     for row in rows:
         assert row.keys() == fields, row["name"]
-        assert row["met"] == (
-            row["goal"] and measure.is_met(row["goal"], row["value"], row["ratio"])
-        )
+        is_met = row["goal"] and measure.is_met(row["goal"], row["value"], row["ratio"])
+        assert row["met"] == is_met
     names = {(row["name"], row["peer_is"]) for row in rows}
     assert len(names) == len(rows)
     text = measure.PAGE.read_text()
@@ -161,11 +160,8 @@ def test_the_readme_has_the_ranges_over_all_scores(thresholds):
 
 def test_times_to_a_score_are_medians_of_first_crossings(thresholds):
     """Three seeds: one falls below again, one jumps over both scores, one stays below .50."""
-    curves = [
-        [(0, 0.2), (10, 0.4), (20, 0.3), (30, 0.5)],
-        [(0, 0.2), (8, 0.6)],
-        [(0, 0.2), (40, 0.4)],
-    ]
+    first = [(0, 0.2), (10, 0.4), (20, 0.3), (30, 0.5)]
+    curves = [first, [(0, 0.2), (8, 0.6)], [(0, 0.2), (40, 0.4)]]
     runs = [{"curve": [{"seconds": s, "score": x} for s, x in curve]} for curve in curves]
     slower = [{"curve": [{"seconds": 3 * s, "score": x - 0.01} for s, x in curves[0]]}]
     compared = thresholds.Comparison(runs, slower, "TRL", (0.3, 0.4, 0.5))

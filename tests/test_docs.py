@@ -56,10 +56,8 @@ def test_the_table_of_metrics_is_the_one_of_the_package():
 
 
 def test_the_architecture_page_quotes_the_loop():
-    assert (
-        f"```python\n{inspect.getsource(run.train)}```"
-        in (ROOT / "docs" / "architecture.md").read_text()
-    )
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert f"```python\n{inspect.getsource(run.train)}```" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -71,9 +69,8 @@ def test_links_lead_somewhere(page):
         target = page.parent / link if link else page
         assert target.is_file(), link  # a folder is a page on GitHub only
         titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
-        assert not anchor or anchor in {
-            re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles
-        }, anchor
+        anchors = {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+        assert not anchor or anchor in anchors, anchor
 
 
 def test_the_configs_of_the_scaling_page_are_accepted():
@@ -97,9 +94,8 @@ def test_the_configs_that_are_to_be_copied_are_accepted(page):
 
 def test_the_cluster_of_the_scaling_page_is_one_of_kuberay():
     """All pods have GPUs, shared memory of their own, and the volume that `tba train` is told."""
-    (text,) = re.findall(
-        r"```yaml\n(.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL
-    )
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     cluster = yaml.safe_load(text)
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]

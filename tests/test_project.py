@@ -47,9 +47,8 @@ def test_pull_requests_are_tested_with_each_python_that_is_named():
 
 def test_the_version_is_in_one_place():
     assert "version" not in PROJECT and "version" in PROJECT["dynamic"]
-    assert re.search(
-        rf"^## \[{re.escape(tba.__version__)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M
-    )
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(tba.__version__)}\]", changes, re.M)
 
 
 def test_commands_of_the_page_for_contributors_exist():

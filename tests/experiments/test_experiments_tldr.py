@@ -73,9 +73,8 @@ def test_beta_is_cut_at_the_32nd_step(size):
     plugin = resolve("objectives", "objective", objective.use, objective.options)
     betas = [plugin.at(step).beta for step in range(256)]
     assert (objective.use, betas[0], set(betas[31:])) == ("tb", 1.0, {0.05})
-    assert betas[1] == pytest.approx(1.0 - 0.95 / 128) and betas[30] == pytest.approx(
-        0.7773, abs=1e-4
-    )
+    assert betas[1] == pytest.approx(1.0 - 0.95 / 128)
+    assert betas[30] == pytest.approx(0.7773, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [*(f"tldr_pythia{size}" for size in SIZES), "tldr_small"])

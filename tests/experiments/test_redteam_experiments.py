@@ -139,9 +139,8 @@ def test_logged_attacks_have_the_columns_that_the_experiment_names(letters_model
     row = {"prompt": "ab", "completion": "ba", "reward": 0.5}
     assert set(re.findall("`(.*?)`", named)) == row.keys()
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    (group,) = read_rollouts(
-        tmp_path / "rows.jsonl", load_text(PolicyTable(model=str(letters_model)))
-    )
+    text = load_text(PolicyTable(model=str(letters_model)))
+    (group,) = read_rollouts(tmp_path / "rows.jsonl", text)
     assert [t.reward for t in group.trajectories] == [0.5]
 
 

@@ -78,9 +78,8 @@ def test_the_page_is_up_to_date(script):
     code = f"import runpy; print(runpy.run_path({str(script.__file__)!r})['page'](), end='')"
     command = [sys.executable, "-P", "-c", code]
     page = subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
-    assert script.PAGE.read_text(encoding="utf-8") == page, (
-        "run: python scripts/write_reliability.py"
-    )
+    written = script.PAGE.read_text(encoding="utf-8")
+    assert written == page, "run: python scripts/write_reliability.py"
 
 
 def test_a_case_that_has_passed_counts_until_a_file_that_it_imports_changes():

@@ -127,9 +127,8 @@ def test_a_cached_model_is_loaded_without_the_hub(hub):
 
 
 def test_a_model_that_the_hub_does_not_have_is_refused(hub):
-    with pytest.raises(
-        ValueError, match=r"policy\.model = 'lab/none' cannot be loaded: .*lab/none"
-    ):
+    told = r"policy\.model = 'lab/none' cannot be loaded: .*lab/none"
+    with pytest.raises(ValueError, match=told):
         load_text(PolicyTable(model="lab/none"))
     assert len(hub.requests) < 10  # without retries
 
@@ -165,14 +164,19 @@ def test_a_model_that_could_have_a_state_and_has_none_is_accepted(tmp_path):
     check_kind(PolicyTable(model=str(tmp_path)))
 
 
-def test_a_chat_that_the_template_refuses_is_told(make_model):
+REFUSING = {
+    "{{ raise_exception('System role not supported') }}": ": System role not supported",
+    "{% for i in range(10**12) %}{% endfor %}": "",
+}
+
+
+@pytest.mark.parametrize("template", REFUSING)
+def test_a_chat_that_the_template_refuses_is_told(make_model, template):
     model = make_model()
-    template = "{{ raise_exception('System role not supported') }}"
     (model / "chat_template.jinja").write_text(template)
     text = load_text(PolicyTable(model=str(model)))
-    with pytest.raises(
-        ValueError, match="prompt 'a': the tokenizer's chat template refuses it: Sy"
-    ):
+    told = f"prompt 'a': the tokenizer's chat template refuses it{REFUSING[template]}"
+    with pytest.raises(ValueError, match=told):
         text.encode(Prompt("a", [{"role": "system", "content": "1+1="}]))
 
 
@@ -186,14 +190,6 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(make_model, fil
     with pytest.raises(ValueError, match=rf"its {file} has .*, and the limit is") as refused:
         load_text(PolicyTable(model=str(model)))
     assert "policy.model" in str(refused.value)
-
-
-def test_a_range_without_end_in_a_template_is_refused(make_model):
-    model = make_model()
-    (model / "chat_template.jinja").write_text("{% for i in range(10**12) %}{% endfor %}")
-    text = load_text(PolicyTable(model=str(model)))
-    with pytest.raises(ValueError, match="prompt 'a': the tokenizer's chat template refuses it"):
-        text.encode(Prompt("a", [{"role": "user", "content": "1+1="}]))
 
 
 def test_a_template_without_end_ends_the_process_with_its_line():

@@ -39,10 +39,8 @@ def test_a_prompt_never_mixes_references():
     assert buffer.counts["evicted_reference"] == 4
     buffer.add([old], now=2)
     assert buffer.counts["evicted_reference"] == 8
-    assert {g.prompt.id: (g.reference, first_tokens(g)) for g in buffer.groups()} == {
-        "b": (3, [1]),
-        "a": (5, [2, 9]),
-    }
+    held = {g.prompt.id: (g.reference, first_tokens(g)) for g in buffer.groups()}
+    assert held == {"b": (3, [1]), "a": (5, [2, 9])}
     drawn = buffer.sample(2, 2, Uniform(), 2, np.random.default_rng(0))
     assert {g.prompt.id: g.reference for g in drawn} == {"a": 5, "b": 3}
     columns = buffer.columns()
@@ -276,9 +274,8 @@ def test_groups_are_scored_again_as_they_arrived():
 
     buffer.rescore(score)
     assert seen == [[3, 3, 4], [4, 5], [5]]
-    rewards = {
-        (g.prompt.id, int(t.tokens[0])): t.reward for g in buffer.groups() for t in g.trajectories
-    }
+    held = [(g.prompt.id, t) for g in buffer.groups() for t in g.trajectories]
+    rewards = {(name, int(t.tokens[0])): t.reward for name, t in held}
     assert rewards == {("p", 3): 33.0, ("p", 4): 32.0, ("p", 5): 32.0, ("q", 5): 31.0}
     assert conserved(buffer)
 

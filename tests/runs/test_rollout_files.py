@@ -51,9 +51,8 @@ def test_rollouts_of_a_run_train_as_its_buffer_does(toy_model, tmp_path):
     first = tmp_path / "first"
     run(toy_config(toy_model, first, "run.steps=2", "checkpoint.every=2"))
     file = tmp_path / "rollouts.jsonl"
-    assert re.fullmatch(
-        r".*: [\d,]+ responses to [\d,]+ prompts", write_rollouts(first, file, None)
-    )
+    told = write_rollouts(first, file, None)
+    assert re.fullmatch(r".*: [\d,]+ responses to [\d,]+ prompts", told)
     stored = ReplayBuffer()
     stored.load(newest(first / CHECKPOINTS))
 
@@ -108,11 +107,8 @@ def rows(folder: Path, *rows: Any) -> Path:
 
 
 def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(text, tmp_path):
-    called = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "double", "arguments": '{"n": 2}'},
-    }
+    function = {"name": "double", "arguments": '{"n": 2}'}
+    called = {"id": "1", "type": "function", "function": function}
     chat = [
         programs.user("Say 4"),
         {"role": "assistant", "content": "", "tool_calls": [called]},
@@ -136,11 +132,9 @@ def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(text, t
 def test_the_chats_of_the_page_are_trained_on(model, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text("utf-8")
     logged = page.partition("## Logged rollouts")[2]
-    chats, settings = (
-        logged.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("json", "toml")
-    )
-    (tmp_path / "chats.jsonl").write_text(chats)
-    (tmp_path / "chats.toml").write_text(settings)
+    for kind, name in (("json", "chats.jsonl"), ("toml", "chats.toml")):
+        shown = logged.partition(f"```{kind}\n")[2].partition("```")[0]
+        (tmp_path / name).write_text(shown)
     small = [
         f"policy.model={model}", f"replay.rollouts={tmp_path}/chats.jsonl", "run.steps=2",
         f"run.folder={tmp_path}/run", "trainer.batch_size=2", "trainer.group_size=2",
@@ -221,9 +215,8 @@ def test_a_dry_run_holds_one_session(config, tmp_path, monkeypatch):
     agent = config("12", settings=["task=agent"], rollout=rollout, **given)
     _, lines = dry_run(agent)
     told = next(line for line in lines if line.startswith("one session"))
-    assert re.match(
-        r"one session: 1 calls, 1 contexts, 3 tokens sampled and \d+ given, reward 2,", told
-    )
+    counts = r"1 calls, 1 contexts, 3 tokens sampled and \d+ given, reward 2,"
+    assert re.match(f"one session: {counts}", told)
 
 
 def test_a_model_is_served_for_a_program_to_be_written_against(model):

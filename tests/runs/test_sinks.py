@@ -20,13 +20,9 @@ from tba.runs.setup import check
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
-    "time": 2.0,
-    "reward": 0.5,
-    "rewards/format/mean": 0.25,
-    "kl": 0.01,
-    "sync/logp_gap": float("nan"),
-    "loss": 1.0,
-}
+    "time": 2.0, "reward": 0.5, "rewards/format/mean": 0.25, "kl": 0.01,
+    "sync/logp_gap": float("nan"), "loss": 1.0,
+}  # fmt: skip
 EVERY = {
     metric.name.replace("*", "format"): 0.25 + number / 4
     for number, metric in enumerate(metric for panel in PANELS for metric in panel.metrics)

@@ -4,13 +4,13 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from suite import until
 
 from tba.runtime.deadline import Calls, ClusterLostError
 
@@ -54,10 +54,7 @@ def test_results_and_errors_come_from_one_thread_that_keeps_neither():
     with pytest.raises(ZeroDivisionError):
         calls("divide", lambda: 1 // 0)
     kept = weakref.ref(calls("make", Large))
-    deadline = time.monotonic() + SECONDS
-    while kept() is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: kept() is None, SECONDS, 0.001)
     assert threading.get_ident() != calls("run", threading.get_ident)
     calls.close()
 

@@ -143,9 +143,8 @@ def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model, tmp_path):
     whole, ones, toy = (sets[name]["sampled_reward"] for name in ("", "ones", "toy"))
     assert whole == pytest.approx((9 * ones + toy) / 10)
     assert ones != toy
-    alone = check(
-        toy_config(toy_model, tmp_path, "task=toy.Ones", "eval.prompts=4", "eval.k=[1,4]")
-    )
+    settings = ("task=toy.Ones", "eval.prompts=4", "eval.k=[1,4]")
+    alone = check(toy_config(toy_model, tmp_path, *settings))
     expected = evaluate_held_out(alone.search_setup().build("cpu", False)).scores
     for name in ("greedy_reward", "greedy_pass@1", "greedy_stderr", "greedy_length"):
         assert sets["more"][name] == expected[name]

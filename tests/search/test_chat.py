@@ -109,10 +109,8 @@ def test_the_reply_begins_where_the_turn_has_ended(chat):
     assert shown(knowing, knowing.reply(eos, results)) == "\n<tool>8\n<tool>4\n<assistant>"
     assert shown(knowing, knowing.reply(int(letter), results)).startswith("<eos>\n<tool>8")
     simple = chat(SIMPLE)
-    assert shown(simple, simple.reply(eos, results)) == (
-        "[user]<tool_response>\n8\n</tool_response>\n"
-        "<tool_response>\n4\n</tool_response>[assistant]"
-    )
+    told = "\n".join(f"<tool_response>\n{n}\n</tool_response>" for n in (8, 4))
+    assert shown(simple, simple.reply(eos, results)) == f"[user]{told}[assistant]"
 
 
 WRITTEN: dict[str, tuple[str, str, list[Any]]] = {

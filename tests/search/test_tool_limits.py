@@ -109,9 +109,8 @@ def test_it_is_said_in_the_dialogue(config):
     first, second, error = read(600)
     assert first == "x" * each + f"\n[cut: {each:,} of 5,000 characters]"
     assert second == "x" * 3000
-    assert error.startswith("Error: ValueError: xxx") and error.endswith(
-        f"[cut: {each:,} of 5,019 characters]"
-    )
+    assert error.startswith("Error: ValueError: xxx")
+    assert error.endswith(f"[cut: {each:,} of 5,019 characters]")
 
 
 def test_a_result_within_the_limit_stays(config):
