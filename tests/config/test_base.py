@@ -100,9 +100,8 @@ def test_commands_on_a_run_work_from_another_folder(started, capsys):
 
 
 def test_a_module_of_the_current_folder_does_not_take_the_place_of_the_runs_own(started, capsys):
-    Path("base_rewards.py").write_text(
-        "def length(completions):\n    return [99.0 for _ in completions]"
-    )
+    other = "def length(completions):\n    return [99.0 for _ in completions]"
+    Path("base_rewards.py").write_text(other)
     sys.path.append(str(Path.cwd()))  # as a command does
     evaluate(Path(os.path.relpath(started)), [])
     assert json.loads(capsys.readouterr().out)["sampled_reward"] < 99
@@ -112,10 +111,8 @@ def test_stored_paths_are_absolute(home, started):
     """Text that only looks like the name of a file stays."""
     config = json.loads((started / CONFIG).read_text())
     assert config["run"]["folder"] == str(started)
-    assert (config["policy"]["model"], config["task"]["data"]) == (
-        str(home / "model"),
-        str(home / "rows.jsonl"),
-    )
+    assert config["policy"]["model"] == str(home / "model")
+    assert config["task"]["data"] == str(home / "rows.jsonl")
     assert config["task"]["reward"] == ["base_rewards:length", f"{home / 'more.py'}:half"]
     assert config["task"]["split"] == "train"
     shown = flat(config)

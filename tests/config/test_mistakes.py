@@ -188,20 +188,14 @@ def test_mistakes_are_told_without_torch(folder):
 
 ROWS = [{"prompt": f"What is {i} and one?"} for i in range(30)]
 FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
-    "a dict with a wrong key": (
-        lambda: tba.train({"trainer": {"lr": 1}}),
-        "lr is trainer.learning_rate",
-    ),
-    "a dict with a wrong value": (
-        lambda: tba.train({"run": {"steps": "many"}}),
+    "a wrong key": (lambda: tba.train({"trainer": {"lr": 1}}), "lr is trainer.learning_rate"),
+    "a wrong value": (
+        lambda: tba.train({"run": {"steps": "x"}}),
         "Input should be a valid integer",
     ),
     "a dotted key": (lambda: tba.train({"run.steps": 5}), "write steps into its table, run"),
     "a table that is none": (lambda: Config(trainer=3), "write a table, \\[trainer\\]"),
-    "sizes that do not fit": (
-        lambda: Config(trainer={"batch_size": 7}),
-        "such as 20: set that",
-    ),
+    "sizes that do not fit": (lambda: Config(trainer={"batch_size": 7}), "such as 20: set that"),
     "no text": (
         lambda: Config(policy={"model": 7}),
         "policy.model = 7: Input should be a valid string",

@@ -329,10 +329,9 @@ def test_the_state_of_another_model_is_refused_whole(tiny_model, toy_model, batc
     retrained = tmp_path / "retrained"
     shutil.copytree(tiny_model, retrained)
     shutil.copytree(tmp_path / "state" / "model", retrained, dirs_exist_ok=True)
-    for other, error in (
-        (toy_model, "holds another model than policy.model"),
-        (retrained, r"policy\.model is not the model that this run began with"),
-    ):
+    errors = {toy_model: "holds another model than policy.model"}
+    errors[retrained] = r"policy\.model is not the model that this run began with"
+    for other, error in errors.items():
         wrong = trainer(other)
         before = parameters(wrong)
         with pytest.raises(ValueError, match=error):

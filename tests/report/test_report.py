@@ -244,16 +244,15 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
     assert by_title["responses in the buffer"]["form"] == "count"
     assert by_title["gradient norm"]["form"] == "positive"
     assert by_title["KL to the reference (nats per token)"]["metrics"] == ()
-    (only,) = (
-        c for c in Charts([pd.DataFrame({"off_policy/ess": [0.5]})]).panels() if c["metrics"]
-    )
+    drawn = Charts([pd.DataFrame({"off_policy/ess": [0.5]})]).panels()
+    (only,) = (chart for chart in drawn if chart["metrics"])
     assert (only["form"], only["shares"]) == ("share", ())  # the axis on the left
 
 
-@pytest.mark.parametrize(
-    ("score", "title", "form"),
-    [("distance", "distance", "number"), ("win_rate", "win rate", "share")],
-)
+SCORES = [("distance", "distance", "number"), ("win_rate", "win rate", "share")]
+
+
+@pytest.mark.parametrize(("score", "title", "form"), SCORES)
 def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, form):
     """Diversity of red-teaming, beside its success rate; the win rate of TL;DR."""
     names = ("reward", "pass@1", score, f"{score}_stderr")
@@ -378,8 +377,8 @@ def test_a_comparison_shows_the_others_where_a_run_has_no_metrics_yet(tmp_path):
         html = report(some, tmp_path / "page").read_text()
         assert "<h1>Comparison of 3 runs</h1>" in html
         steps = dict(zip(headline(html, "run"), headline(html, "Steps"), strict=True))
-        assert steps == {**dict.fromkeys(("fact", "key"), "12 of 12 (unfinished)"),
-                         "new": "no metrics yet"}  # fmt: skip
+        ended = dict.fromkeys(("fact", "key"), "12 of 12 (unfinished)")
+        assert steps == ended | {"new": "no metrics yet"}
         assert len(data(html)) == 2 and set(headline(html, "Time")) == {"24.0 s", "–"}
 
 

@@ -36,8 +36,7 @@ def test_each_session_of_a_run_is_recorded(toy_model, tmp_path, monkeypatch):
 def test_a_stored_group_has_each_of_its_completions_once(toy_model, tmp_path):
     tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, "run.steps=1"))
     rows = read(tmp_path / "run" / SAMPLES)
-    assert {(row["step"], row["kind"], row["prompt"]) for row in rows} == {
-        (1, "train", rows[0]["prompt"])
-    }
+    found = {(row["step"], row["kind"], row["prompt"]) for row in rows}
+    assert found == {(1, "train", rows[0]["prompt"])}
     completions = [row["completion"] for row in rows]
     assert len(set(completions)) == len(completions) > 1

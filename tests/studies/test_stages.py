@@ -1,7 +1,6 @@
 """The experiments of the study: what each stage runs, from the scores of the one before."""
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,20 +41,10 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score, "curve": curve} | others
 
 
-SHORT = (
-    "lags",
-    "replay",
-    "quantised",
-    "others",
-    "alpha",
-    "wrong_rewards",
-    "selection",
-    "steps",
-    "constants",
-)
+NAMES = "lags replay quantised others alpha wrong_rewards selection steps constants working real"
 
 
-@pytest.mark.parametrize("name", [*SHORT, "working", "real"])
+@pytest.mark.parametrize("name", NAMES.split())
 def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     experiment = experiments[name]
@@ -110,9 +99,7 @@ def test_only_runs_that_the_rows_lack_are_made(small, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
     made = []
 
-    def carry_out(
-        self: Any, stage: str, settings: Sequence[Any], seeds: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    def carry_out(self: Any, stage: str, settings: list[Any], seeds: Any) -> list[dict[str, Any]]:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append((settings[0].objective, settings[0].condition))
@@ -134,15 +121,9 @@ def test_only_runs_that_the_rows_lack_are_made(small, monkeypatch, tmp_path):
 
 def test_the_best_has_the_highest_mean_and_the_lowest_rate_of_equals(small):
     """A run that failed has score 0: it counts, and is not left out."""
-    rows = [
-        row("tb", 4, 1e-5, 0.5),
-        row("tb", 4, 1e-5, 0.7),
-        row("tb", 4, 3e-5, 0.9),
-        row("tb", 4, 3e-5, 0.0),
-        row("tb", 4, 3e-6, 0.6),
-        row("tb", 16, 1e-4, 0.9),
-        row("rloo", 4, 1e-4, 0.9),
-    ]
+    scores = {1e-5: (0.5, 0.7), 3e-5: (0.9, 0.0), 3e-6: (0.6,)}
+    rows = [row("tb", 4, rate, score) for rate, own in scores.items() for score in own]
+    rows += [row("tb", 16, 1e-4, 0.9), row("rloo", 4, 1e-4, 0.9)]
     assert [s.rate for s in small.ranked(rows, "tb", 4)] == [3e-6, 1e-5, 3e-5]
 
 
@@ -161,9 +142,7 @@ def test_decay_is_tried_at_higher_rates_until_it_is_no_longer_better(small, monk
     one = replace(small, objectives={"tb": {}}, conditions={0: {}})
     asked = {}
 
-    def run(
-        self: Any, stage: str, settings: Sequence[Any], seeds: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    def run(self: Any, stage: str, settings: list[Any], seeds: Any) -> list[dict[str, Any]]:
         asked[stage] = [s.rate for s in settings]
         best = 3e-5 if stage == "rates" else 3e-4
         of = [(s, (s.rate == 3e-4) - abs(np.log(s.rate / best))) for s in settings]
@@ -182,9 +161,8 @@ def test_the_table_has_each_objective_under_each_condition(small, monkeypatch, t
     small.keep([row(*c, 1e-5, 0.5 + n / 100, seed=n, **given) for c in cells for n in range(5)])
     lines = small.table().splitlines()
     assert lines[0] == "| objective | lag 0 | lag 4 |"
-    assert lines[2].startswith(
-        "| tb | 52.0 ± 0.7<br><small>1e-05 constant, ess 0.25, last 87.5</small> |"
-    )
+    cell = "52.0 ± 0.7<br><small>1e-05 constant, ess 0.25, last 87.5</small>"
+    assert lines[2].startswith(f"| tb | {cell} |")
     assert lines[4].endswith("| not run |")
 
 
@@ -195,10 +173,8 @@ def test_a_cell_of_the_table_that_has_not_run_shows_the_best_of_the_search(
     assert small.table() == "Not run yet: `make study-long`."
     scores = {1e-5: (0.5, 0.7), 3e-5: (0.4, 0.6)}
     small.keep([row("tb", 0, r, s, seed=i) for r in scores for i, s in enumerate(scores[r])])
-    assert (
-        "| tb | 60.0 ± 10.0 †<br><small>1e-05 constant, last 87.5</small> | not run |"
-        in small.table()
-    )
+    cell = "60.0 ± 10.0 †<br><small>1e-05 constant, last 87.5</small>"
+    assert f"| tb | {cell} | not run |" in small.table()
 
 
 def test_written_working_is_right_if_its_last_part_is():
@@ -233,9 +209,8 @@ def test_replay_saves_responses_and_costs_training(experiments, monkeypatch):
     ]
     long = importlib.import_module("long")
     monkeypatch.setattr(long, "SCORES", (0.7, 0.8))
-    assert [long.responses_to(0.7, rows, "tb", n) for n in (1, 4, 8)] == pytest.approx(
-        [25 * 64, 50 * 64 / 4, 80 * 64 / 8]
-    )
+    found = [long.responses_to(0.7, rows, "tb", n) for n in (1, 4, 8)]
+    assert found == pytest.approx([25 * 64, 50 * 64 / 4, 80 * 64 / 8])
     # of 1,600 responses 800 are saved, for as many more to train on: 3,200 instead of 1,600
     assert long.saving(rows, "tb", 4) == "2.0 · 2.0<br><small>price 2.0 · 2.0</small>"
     assert long.saving(rows, "tb", 8) == "2.5 · never<br><small>price 3.7 · -</small>"

@@ -41,42 +41,31 @@ READ = Ones.prompts
 
 def write(folder: Path, model: Path, grids: str = GRIDS, table: str = "") -> Path:
     path = folder / "pairs.toml"
-    path.write_text(
-        f'[study]\nfolder = "{folder / "runs"}"\n{table}\n' + BASE.format(model=model) + grids
-    )
+    study = f'[study]\nfolder = "{folder / "runs"}"\n{table}\n'
+    path.write_text(study + BASE.format(model=model) + grids)
     return path
 
 
 def test_the_runs_are_all_combinations(tmp_path, tiny_model):
     study = read_study(write(tmp_path, tiny_model))
-    rates = [
-        f"rates/use={use},learning_rate={rate},seed=0"
-        for use in ("tb", "rloo")
-        for rate in ("0.001", "0.01")
-    ]
-    often = [f"often/use={use},publish_every={k}" for use in ("tb", "rloo") for k in (1, 2)]
-    assert [t.folder for t in study.trials] == rates + often
+    expected = []
+    for grid in ("rates/use={},learning_rate={},seed=0", "often/use={},publish_every={}"):
+        values = ("0.001", "0.01") if "rate=" in grid else (1, 2)
+        expected += [grid.format(use, value) for use in ("tb", "rloo") for value in values]
+    assert [t.folder for t in study.trials] == expected
     configs = check_study(study)
     assert [c.run.seed for c in configs] == [0] * 4 + [1] * 4
     # another objective drops the options of the one before
-    assert {c.objective.use: c.objective.options for c in configs} == {
-        "tb": {"beta": 0.1},
-        "rloo": {},
-    }
+    options = {c.objective.use: c.objective.options for c in configs}
+    assert options == {"tb": {"beta": 0.1}, "rloo": {}}
 
 
 def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
     path = write(tmp_path, tiny_model)
-    causes = {
-        "run.seed=7": "the grids",
-        "objective=ppo": "the grids",
-        "run.folder=x": "study.folder",
-    }
-    for setting, cause in causes.items():
-        told = (
-            f"'{setting}' would change nothing: no run has it, because of {cause}; change it there"
-        )
-        with pytest.raises(ValueError, match=told):
+    causes = dict.fromkeys(("run.seed=7", "objective=ppo"), "the grids")
+    for setting, cause in (causes | {"run.folder=x": "study.folder"}).items():
+        told = f"would change nothing: no run has it, because of {cause}; change it there"
+        with pytest.raises(ValueError, match=f"'{setting}' {told}"):
             read_study(path, [setting])
     study = read_study(path, ["trainer.learning_rate=1e-4"])  # `often` does not set it
     assert study.base["trainer"]["learning_rate"] == 1e-4
@@ -88,9 +77,8 @@ def test_a_setting_that_every_grid_overrides_is_refused(tmp_path, tiny_model):
 def test_an_option_that_other_plugins_drop_is_refused_or_told(tmp_path, tiny_model, caplog):
     grid = '[[grid]]\nname = "g"\n"objective.use" = ["{}", "rloo"]\n'
     path = write(tmp_path, tiny_model, grid.format("grpo"))
-    with pytest.raises(
-        ValueError, match=r"'objective.beta=0.3' would change nothing: no run has it"
-    ):
+    told = r"'objective.beta=0.3' would change nothing: no run has it"
+    with pytest.raises(ValueError, match=told):
         read_study(path, ["objective.beta=0.3"])
     read_study(path)
     assert "[base] objective.beta is in no run: every grid names another plug-in" in caplog.text
@@ -185,11 +173,8 @@ def test_a_base_file_below_the_base_table_below_the_command_line(tmp_path, tiny_
     (config,) = check_study(study)
     assert (config.run.steps, config.run.seed, config.trainer.learning_rate) == (3, 9, 1e-3)
     assert config.objective.use == "tb" and config.objective.options == {"beta": 0.1}
-    assert (
-        config.run.folder == str(Path("elsewhere/one/run").absolute())
-        and config.log.console == "off"
-        and not config.log.tensorboard
-    )
+    assert config.run.folder == str(Path("elsewhere/one/run").absolute())
+    assert config.log.console == "off" and not config.log.tensorboard
 
 
 def test_a_study_without_a_folder_is_called_after_its_file(tmp_path):
@@ -217,20 +202,13 @@ def test_variants_are_bundles_and_lists_of_lists_are_lists(tmp_path):
         """
     )
     first, second, third, _, *sizes = read_study(tmp_path / "s.toml").trials
-    assert [t.folder for t in (first, second, third)] == [
-        "schedules/falling,k=1-2",
-        "schedules/-rloo,k=1-2",
-        "schedules/falling,k=4",
-    ]
-    assert first.settings == {
-        "eval.k": [1, 2],
-        "objective.beta": {"start": 0.2, "end": 0.1, "steps": 9},
-    } and third.settings["eval.k"] == [4]
+    names = ["falling,k=1-2", "-rloo,k=1-2", "falling,k=4"]
+    assert [t.folder for t in (first, second, third)] == [f"schedules/{name}" for name in names]
+    beta = {"start": 0.2, "end": 0.1, "steps": 9}
+    assert first.settings == {"eval.k": [1, 2], "objective.beta": beta}
+    assert third.settings["eval.k"] == [4]
     assert (first.axes["variant"], second.label) == ("falling", "$ rloo, k [1, 2]")
-    assert [t.folder for t in sizes] == [
-        "sizes/group_size=2,samples=4",
-        "sizes/group_size=4,samples=4",
-    ]
+    assert [t.folder for t in sizes] == [f"sizes/group_size={n},samples=4" for n in (2, 4)]
     assert sizes[0].axes == {"trainer.group_size": 2, "sampling.samples": 4}
 
 
@@ -242,23 +220,15 @@ def test_no_label_is_the_folder_of_others(label, tmp_path):
     assert [t.folder for t in read_study(tmp_path / "s.toml").trials] == ["g/-"]
 
 
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ('"objective.use" = ["tb", "grpo"]', r"use=grpo,seed=0: sampling.top_p does not work with"),
-        (
-            '"runtime.colocate" = ["share", "sleep"]',
-            "colocate=sleep,seed=0: .* cannot give up its memory",
-        ),
-        (
-            '"trainer.optimizer" = ["adamw", "adamw_8bit"]',
-            "optimizer=adamw_8bit,seed=0: .* bitsandbytes",
-        ),
-    ],
-)
-def test_every_run_is_checked_and_its_data_are_read_once(
-    axis, message, tmp_path, tiny_model, monkeypatch
-):
+AXES = {
+    '"objective.use" = ["tb", "grpo"]': "use=grpo,seed=0: sampling.top_p does not work with",
+    '"runtime.colocate" = ["share", "sleep"]': "colocate=sleep,seed=0: .*cannot give up its memory",
+    '"trainer.optimizer" = ["adamw", "adamw_8bit"]': "optimizer=adamw_8bit,seed=0: .* bitsandbytes",
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_run_is_checked_and_its_data_are_read_once(axis, tmp_path, tiny_model, monkeypatch):
     reads = []
 
     def prompts(self: Ones) -> list[Prompt]:
@@ -269,7 +239,7 @@ def test_every_run_is_checked_and_its_data_are_read_once(
     monkeypatch.setattr("tba.runs.setup.find_spec", lambda package: None)
     grid = f'[[grid]]\nname = "g"\n{axis}\n"run.seed" = [0, 1]\n'
     study = read_study(write(tmp_path, tiny_model, grid), ["sampling.top_p=0.9"])
-    with pytest.raises(ValueError, match=rf"^grid 'g', {message}"):
+    with pytest.raises(ValueError, match=rf"^grid 'g', {AXES[axis]}"):
         check_study(study)
     assert len(reads) == 1
 
