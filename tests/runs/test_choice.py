@@ -79,10 +79,9 @@ def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):
     write_rollouts(folder, with_step := tmp_path / "step.jsonl", step=2)
     write_rollouts(folder, newest_rows := tmp_path / "newest.jsonl", None)
     assert with_step.read_text() != newest_rows.read_text()
-    model = tba.result(folder).model("best")
-    assert all(model.state_dict()[n].equal(t) for n, t in load_file(
-        path_of(folder / "checkpoints", 4) / "model" / "model.safetensors"
-    ).items())  # fmt: skip
+    best = load_file(path_of(folder / "checkpoints", 4) / "model" / "model.safetensors")
+    model = tba.result(folder).model("best").state_dict()
+    assert all(model[name].equal(tensor) for name, tensor in best.items())
 
 
 def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
@@ -90,9 +89,8 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
     steps = f"the checkpoints in {folder} are those of steps 2, 4, 6, 8"
     with pytest.raises(ValueError, match=f"--step 3: no such checkpoint; .*; {steps}"):
         choose(folder, 3)
-    with pytest.raises(
-        ValueError, match="--step last: no such checkpoint; give the number of a step, or best"
-    ):
+    none = "no such checkpoint; give the number of a step"
+    with pytest.raises(ValueError, match=f"--step last: {none}, or best"):
         choose(folder, "last")
     with pytest.raises(ValueError, match=r"--reference evaluates .* leave out --step"):
         evaluate_run(folder, [], reference=True, step="best")
@@ -104,9 +102,7 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
     with pytest.raises(ValueError, match=r"--step best: no such checkpoint; .*keep_best=true"):
         choose(folder, "best")
     (folder / METRICS).write_text("")
-    with pytest.raises(
-        ValueError, match=r"--step best: no such checkpoint; give the number of a step"
-    ):
+    with pytest.raises(ValueError, match=f"--step best: {none}"):
         choose(folder, "best")
 
 

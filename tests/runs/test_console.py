@@ -57,14 +57,11 @@ def test_the_answer_to_the_first_held_out_prompt_is_shown():
     lines: list[str] = []
     console = Console(9, lines.append)
     for version, rewards in ((0, [1.0, 0.25, None]), (3, [0.5, 0.75, 0.0])):
-        examples = [
-            EvaluatedAnswer(p, f"at {version}", r) for p, r in zip("abc", rewards, strict=True)
-        ]
+        pairs = zip("abc", rewards, strict=True)
+        examples = [EvaluatedAnswer(prompt, f"at {version}", r) for prompt, r in pairs]
         console.evaluation(Evaluation(version, SCORES, examples))
-    assert [line for line in lines if line.startswith("sample")] == [
-        "sample: 'a' -> 'at 0'  reward 1",
-        "sample: 'a' -> 'at 3'  reward 0.5",
-    ]
+    samples = [line for line in lines if line.startswith("sample")]
+    assert samples == ["sample: 'a' -> 'at 0'  reward 1", "sample: 'a' -> 'at 3'  reward 0.5"]
 
 
 def test_the_end_of_a_run_names_what_to_type_next(tmp_path):
@@ -149,14 +146,9 @@ def test_phases_are_lines_before_the_first_step_and_rare_ones_later(clock):
     for second in range(100):
         clock.now = 1000.0 + second
         console.phase(f"generating {min(second // 15, 3)}/8 prompts")
-    assert lines == [
-        "loading the model",
-        "generating 0/8 prompts",
-        "generating 1/8 prompts, for 15 s",
-        "generating 2/8 prompts, for 30 s",
-        "generating 3/8 prompts, for 45 s",
-        "generating 3/8 prompts, for 75 s",
-    ]
+    shown = [(1, 15), (2, 30), (3, 45), (3, 75)]
+    later = [f"generating {count}/8 prompts, for {seconds} s" for count, seconds in shown]
+    assert lines == ["loading the model", "generating 0/8 prompts", *later]
     lines.clear()
     for step in range(1, 60):  # two steps a second
         console.step(step, {"time": step / 2, "reward": 0.5})

@@ -45,6 +45,7 @@ def hangs(completions):
 def ends(completions):
     os._exit(3)
 """
+SAMPLING = {"samples": 4, "max_tokens": 8}
 Make = Callable[..., Config]
 
 
@@ -58,14 +59,9 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
     def make(*rewards: str | dict[str, Any], **tables: Any) -> Config:
         named = [r if isinstance(r, dict) else f"{tmp_path}/rewards.py:{r}" for r in rewards]
         data = {"use": "custom", "data": str(tmp_path / "rows.jsonl"), "held_out_size": 2}
-        plain = {
-            "policy": {"model": str(tiny_model)},
-            "run": {"folder": str(tmp_path / "run")},
-            "task": {**data, "reward": named},
-            "sampling": {"samples": 4, "max_tokens": 8},
-            "trainer": {"batch_size": 8, "group_size": 4},
-        }
-        return Config(**{**plain, **tables})
+        plain = {"run": {"folder": str(tmp_path / "run")}, "task": {**data, "reward": named}}
+        plain |= {"trainer": {"batch_size": 8, "group_size": 4}, "sampling": SAMPLING}
+        return Config(**{**plain, "policy": {"model": str(tiny_model)}, **tables})
 
     return make
 
@@ -74,16 +70,11 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     """The reward is called for a dummy and for right answers, in another process."""
     _, told = dry_run(config("length"))
     length, *memory, seconds = told[4:-1]
-    assert told == [
-        "first prompt, 4 tokens:",
-        "0+0=",
-        f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
+    assert told[:4] == [
+        "first prompt, 4 tokens:", "0+0=", f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
         "warning: reward of '0': 0.1, the answer of row train-0 itself, is not more than the dummy",
-        length,
-        *memory,
-        seconds,
-        "config OK (dry run): 3 training prompts, 2 held out",
-    ]
+    ]  # fmt: skip
+    assert told[-1] == "config OK (dry run): 3 training prompts, 2 held out"
     assert length.startswith("length: 200 steps of 2 prompts x 4 samples; 133 epochs of 3 prompts")
     assert re.match(r"host: [\d.]+ [GM]B of [\d,.]+ GB", memory[1])
     assert re.match(r"  trainer: weights [\d.]+ MB, gradients .*, activations [\d.]+ MB", memory[2])
@@ -109,9 +100,8 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     plain = config("length", policy={"model": str(folder)})
     _, told = dry_run(plain)
     assert told[:2] == ["first prompt, 4 tokens:", "0+0="]
-    assert told[4] == (
-        "note: prompts are plain text, but there is a chat template; task.chat=on uses it"
-    )
+    note = "note: prompts are plain text, but there is a chat template; "
+    assert told[4] == f"{note}task.chat=on uses it"
     options = {**plain.task.model_dump(), "chat": "on"}
     tables, told = dry_run(config(policy={"model": str(folder)}, task=options))
     assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
@@ -119,10 +109,8 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     assert not [line for line in told if line.startswith("note:")]
     parts = {"a": {**plain.task.model_dump()}, "b": {**plain.task.model_dump()}}
     mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "parts": parts})
-    assert [line for line in dry_run(mixed)[1] if line.startswith("note:")] == [
-        "note: prompts are plain text, but there is a chat template; task.parts.a.chat=on and"
-        " task.parts.b.chat=on use it"
-    ]
+    (told,) = [line for line in dry_run(mixed)[1] if line.startswith("note:")]
+    assert told == f"{note}task.parts.a.chat=on and task.parts.b.chat=on use it"
 
 
 NOT_CALLED = "reward: not called, because that needs a model or a server"
@@ -225,5 +213,4 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(config, tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint in"):
         dry_run(config("length"), folder)
     with pytest.raises(ValueError, match=r"sampling\.temperature = 0\.5, but the run has"):
-        sampling = {"temperature": 0.5, "samples": 4, "max_tokens": 8}
-        dry_run(config("length", sampling=sampling), folder)
+        dry_run(config("length", sampling={**SAMPLING, "temperature": 0.5}), folder)

@@ -51,25 +51,20 @@ def test_scores_of_a_model_without_sdpa_are_counted_on_a_gpu(qwen, tmp_path):
     shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
     Gemma2Config(num_hidden_layers=2).save_pretrained(tmp_path)
     for model, is_eager in ((tmp_path, True), (qwen, False)):
-        by_default, eager = (
-            needs(model, f"policy.attention={attention}")._activations()
-            for attention in ("auto", "eager")
-        )
+        both = [needs(model, f"policy.attention={name}") for name in ("auto", "eager")]
+        by_default, eager = (each._activations() for each in both)
         assert (by_default == eager) == is_eager
 
 
 @pytest.mark.parametrize(("length", "attention"), [(20, "eager"), (21, "sdpa")])
 def test_scores_on_a_cpu_are_those_of_the_attention_that_a_run_chooses(qwen, length, attention):
     """Up to 320 tokens of prompt and response, it is eager attention."""
-    by_default, chosen = (
-        Needs.of(
-            load(None, [f"policy.model={qwen}", f"sampling.max_tokens={length}", each]),
-            Machine(0, 0, 1e12),
-            prompt=300,
-        )._activations()
-        for each in ("policy.attention=auto", f"policy.attention={attention}")
-    )
-    assert by_default == chosen
+    found = []
+    for name in ("auto", attention):
+        own = [f"sampling.max_tokens={length}", f"policy.attention={name}"]
+        config = load(None, [f"policy.model={qwen}", *own])
+        found.append(Needs.of(config, Machine(0, 0, 1e12), prompt=300)._activations())
+    assert found[0] == found[1]
 
 
 def planned(
@@ -99,12 +94,9 @@ def test_the_dry_run_plans_for_other_gpus_without_weights(qwen, data, monkeypatc
     own = [str(MATH), "--dry-run", "--gpus", "4x80", f"policy.model={qwen}", *data]
     status, out, err = planned(own, monkeypatch, capsys)
     assert status == 0 and json.loads(out)["trainer"]["devices"] == 2
-    assert re.search(
-        r"^GPUs 0, 1: 7\d\.\d GB of 80\.0 GB\n  rank of the trainer: .*weights 15\.2 GB", err, re.M
-    )
-    assert re.search(
-        r"^GPUs 2, 3: 7\d\.\d GB of 80\.0 GB\n  searcher: .*engine 15\.2 GB", err, re.M
-    )
+    used = r"7\d\.\d GB of 80\.0 GB\n "
+    assert re.search(rf"^GPUs 0, 1: {used} rank of the trainer: .*weights 15\.2 GB", err, re.M)
+    assert re.search(rf"^GPUs 2, 3: {used} searcher: .*engine 15\.2 GB", err, re.M)
     assert re.search(r"^host: \d+\.\d GB\n  all processes: ", err, re.M)
     assert "\nthe memory suffices\nnot checked, because the run is planned" in err
     status, out, err = planned([*own, *BEFORE, "runtime.searchers=3"], monkeypatch, capsys)

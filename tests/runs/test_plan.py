@@ -46,11 +46,10 @@ def sample(*settings: str) -> Config:
 
 def test_device_hours_are_those_of_run_steps_and_unknown_for_epochs():
     machine = Machine(0, 0, 1e12)
-    per_step = "\n".join(plan(sample("run.steps=100"), machine, {}, None))
-    assert "device-hours" in per_step and per_step != "\n".join(
-        plan(sample("run.steps=200"), machine, {}, None)
-    )
-    assert "device-hours" not in "\n".join(plan(sample("run.epochs=2"), machine, {}, None))
+    lengths = ("run.steps=100", "run.steps=200", "run.epochs=2")
+    some, more, unknown = ("\n".join(plan(sample(n), machine, {}, None)) for n in lengths)
+    assert "device-hours" in some and some != more
+    assert "device-hours" not in unknown
 
 
 def test_the_slower_of_search_and_training_sets_the_pace():
@@ -86,10 +85,8 @@ def test_the_plan_names_its_rates_and_what_is_extrapolated(tiny_model):
     lines = plan(c, Machine(0, 0, 1e12), {"decode": 50.0}, None)
     assert lines[0] == "decode = 50 (given)" and lines[1].endswith("(assumed)")
     far = [line for line in lines if "(extrapolated)" in line]
-    assert [line.split(":")[0] for line in far] == [
-        "searchers = 64 (extrapolated)",
-        "searchers = 1,024 (extrapolated)",
-    ]
+    counts = [line.split(":")[0] for line in far]
+    assert counts == [f"searchers = {n} (extrapolated)" for n in ("64", "1,024")]
     assert "memory, calculated (docs/memory.md):" in lines and lines[-1] == "the memory suffices"
     assert plan(c, Machine(0, 0, 1e12), {"decode": 50.0}, None) == lines
 
