@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,13 +139,9 @@ class Slow:
 
 def save_checkpoint(checkpoints: Checkpoints, trainer: Slow, step: int) -> None:
     cursor = Cursor(selection="", state={}, outstanding=[], data="")
-    checkpoints.save(
-        trainer,
-        Tokenizer(FakeTokenizer(), 1, frozenset({1}), 0, 32, 99),
-        ReplayBuffer(),
-        SearchState(cursor, 0, SearchStats(), None, None),
-        Progress(step, 0, 0, {}, {}),
-    )
+    text = Tokenizer(FakeTokenizer(), 1, frozenset({1}), 0, 32, 99)
+    state = SearchState(cursor, 0, SearchStats(), None, None)
+    checkpoints.save(trainer, text, ReplayBuffer(), state, Progress(step, 0, 0, {}, {}))
 
 
 def file_names(folder: Path) -> list[str]:
@@ -154,10 +150,8 @@ def file_names(folder: Path) -> list[str]:
 
 def answered(prompt: Prompt, right: int, answers: int) -> Group:
     logp = -np.ones(1, np.float32)
-    found = [
-        Trajectory(np.array([k], np.int32), logp, logp, float(k < right), 0, True)
-        for k in range(answers)
-    ]
+    found = [trajectory(k, reward=float(k < right)) for k in range(answers)]
+    found = [replace(t, behavior_logp=logp, ref_logp=logp) for t in found]
     return Group(prompt, np.array([1], np.int32), tuple(found))
 
 
@@ -183,8 +177,6 @@ def first_policy(config: Config) -> Policy:
 
 
 ROOT = Path(__file__).parent.parent
-
-
 BENCH = ROOT / ".venv-bench" / "bin" / "python"
 
 
@@ -272,15 +264,19 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 """For processes of their own: with the tests' tasks on the path."""
 
 
+SMALL = (
+    "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
+    "trainer.group_size=4", "log.console=off", "log.tensorboard=false",
+)  # fmt: skip
+"""Settings of a quiet run of short responses."""
+
+
 def config(model: Path, folder: Path, *settings: str) -> Config:
-    small = [
-        f"policy.model={model}", f"run.folder={folder}", "run.steps=8", "runtime.use=local",
-        "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
-        "trainer.group_size=4", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.prompts=5",
-        "eval.every=3", "eval.samples=2", "eval.k=[2]", "log.console=off", "log.tensorboard=false",
-        "reward.isolate=none", "log.sample_every=2",
+    own = [
+        "run.steps=8", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.prompts=5",
+        "eval.every=3", "eval.samples=2", "eval.k=[2]", "reward.isolate=none", "log.sample_every=2",
     ]  # fmt: skip
-    return load(None, [*small, *settings])
+    return load(None, [f"policy.model={model}", f"run.folder={folder}", *SMALL, *own, *settings])
 
 
 def newest_files(folder: Path) -> dict[str, bytes]:
@@ -342,11 +338,7 @@ def as_settings(config: Config) -> list[str]:
 
 
 RANK = 4
-
-
 LORA = (f"policy.lora.r={RANK}", "policy.lora.alpha=8")
-
-
 LORA_SMALL = (
     *LORA, "run.steps=4", "sampling.samples=4", "trainer.batch_size=12", "trainer.group_size=4",
     "trainer.learning_rate=3e-2",
@@ -359,25 +351,15 @@ def small(model: Path, folder: Path, *settings: str) -> Config:
 
 HOME = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 """Folder of the folders of private Rays."""
-
-
 WATCHER = "tba.child:clean_up_after_parent"
-
-
 POLICY_SMALL = {
     "vocab_size": 14, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 1,
     "pad_token_id": 0,
 }  # fmt: skip
-
-
 WIDE = POLICY_SMALL | {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
-
-
 GPT2 = {"vocab_size": 14, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
-
-
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**WIDE, num_key_value_heads=2)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE, num_key_value_heads=2)),
@@ -529,8 +511,6 @@ def data(html: str) -> list[dict[str, Any]]:
 
 
 ANSWERS = ("one", "two", "three", "four", "five")
-
-
 Score = Callable[[list[str]], Any]
 """Rewards of a group, from its texts."""
 
@@ -600,15 +580,7 @@ def counted(counts: list[int], logits: Tensor, ref: Tensor, reward: Tensor) -> t
     index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None, :, None]
     ones = torch.ones(1, 1)
     sampled = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).log()[index]
-    batch = Batch(
-        ones.long(),
-        ones.bool(),
-        index,
-        torch.ones_like(index).bool(),
-        torch.zeros_like(index).bool(),
-        sampled,
-        ref.log()[index],
-        reward[index[..., 0]],
-        torch.zeros(index.shape),
-    )
+    marks = torch.ones_like(index).bool(), torch.zeros_like(index).bool()
+    of_rows = sampled, ref.log()[index], reward[index[..., 0]], torch.zeros(index.shape)
+    batch = Batch(ones.long(), ones.bool(), index, *marks, *of_rows)
     return logits.log_softmax(0)[index], batch

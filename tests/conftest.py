@@ -65,11 +65,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         characters = Tokenizer(models.WordLevel(ids, unk_token=PAD))
         characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
         characters.decoder = decoders.Fuse()
-        special = {
-            name: token
-            for name, token in (("eos_token", eos), ("pad_token", pad))
-            if token is not None
-        }
+        special = {} if eos is None else {"eos_token": eos}
+        special |= {} if pad is None else {"pad_token": pad}
         config = LlamaConfig(
             vocab_size=len(vocabulary), hidden_size=hidden_size, intermediate_size=48,
             num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=context,
@@ -80,9 +77,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             LlamaForCausalLM(config).save_pretrained(folder)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=characters, padding_side="left", **special
-        )
+        special |= {"tokenizer_object": characters, "padding_side": "left"}
+        tokenizer = PreTrainedTokenizerFast(**special)
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
         return folder

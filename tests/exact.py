@@ -126,12 +126,10 @@ def enumerate_answers(
     for prompt in Toy().prompts()[: len(TEXTS)]:
         group = group_of_all(text, prompt, reference, max_tokens)
         batch = collate([group])
-        one = Enumerated(
-            log_probs(policy, group).sum(-1).exp(), batch.ref_logp[0].sum(-1).exp(), batch.reward[0]
-        )
-        torch.testing.assert_close(
-            one.policy.sum(), torch.tensor(1.0), atol=1e-4, rtol=0
-        )  # the enumeration is complete
+        chances = log_probs(policy, group).sum(-1).exp()
+        one = Enumerated(chances, batch.ref_logp[0].sum(-1).exp(), batch.reward[0])
+        # the enumeration is complete
+        torch.testing.assert_close(one.policy.sum(), torch.tensor(1.0), atol=1e-4, rtol=0)
         found.append(one)
     return found
 
@@ -144,14 +142,12 @@ def total_variation(policy: Policy, reference: Policy, text: Tokenizer, beta: fl
 def save_model(folder: Path, layers: int = 2) -> Path:
     """Save a random model over eight characters that can represent any distribution of answers."""
     vocabulary = ["<pad>", "<eos>", *"1237+="]
-    characters = tokenizers.Tokenizer(
-        models.WordLevel({c: i for i, c in enumerate(vocabulary)}, unk_token="<pad>")
-    )
+    ids = {c: i for i, c in enumerate(vocabulary)}
+    characters = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(folder)
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=characters, **special).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
         num_attention_heads=4, max_position_embeddings=16, tie_word_embeddings=False,

@@ -32,9 +32,8 @@ RATIOS: tuple[Rows, Rows] = (
 
 def per_token(first: Rows, second: Rows, dtype: torch.dtype = torch.float64) -> Tensor:
     """[B=2, K=3, T=4] of ragged rows, 0 at padding."""
-    return torch.tensor(
-        [[row + [0.0] * (4 - len(row)) for row in rows] for rows in (first, second)], dtype=dtype
-    )
+    padded = [[row + [0.0] * (4 - len(row)) for row in rows] for rows in (first, second)]
+    return torch.tensor(padded, dtype=dtype)
 
 
 def per_response(values: Rows) -> Tensor:
@@ -47,17 +46,9 @@ def ragged() -> tuple[Tensor, Batch]:
     ref = logp - per_token([[0.5, 0.5], [0, 0, 0, 0], [2]], [[0, 0, 0], [1], [0, 0]])
     mask, ones = logp < 0, torch.ones(2, 1)
     reward = per_response([[1, 0, 0], [0.5, 0.5, 2]])
-    return logp, Batch(
-        ones.long(),
-        ones.bool(),
-        mask.long(),
-        mask,
-        torch.zeros_like(mask),
-        ref,
-        ref,
-        reward,
-        torch.zeros_like(logp),
-    )
+    sampled = mask.long(), mask, torch.zeros_like(mask)
+    batch = Batch(ones.long(), ones.bool(), *sampled, ref, ref, reward, torch.zeros_like(logp))
+    return logp, batch
 
 
 def on_policy() -> tuple[Tensor, Batch]:
@@ -68,17 +59,15 @@ def on_policy() -> tuple[Tensor, Batch]:
 def drifted() -> tuple[Tensor, Batch]:
     """The policy is that of `ragged`; another one, 1 / RATIOS of it, found the responses."""
     logp, batch = ragged()
-    return logp, replace(
-        batch, behavior_logp=logp - per_token(*RATIOS).where(batch.mask, 1.0).log()
-    )
+    moves = per_token(*RATIOS).where(batch.mask, 1.0).log()
+    return logp, replace(batch, behavior_logp=logp - moves)
 
 
 def moved() -> tuple[Tensor, Batch]:
     """That of `ragged` found the responses; the policy has become RATIOS of it."""
     logp, batch = ragged()
-    return logp + per_token(*RATIOS).where(batch.mask, 1.0).log(), replace(
-        batch, behavior_logp=logp
-    )
+    moves = per_token(*RATIOS).where(batch.mask, 1.0).log()
+    return logp + moves, replace(batch, behavior_logp=logp)
 
 
 def solve(

@@ -165,10 +165,8 @@ def remembered() -> set[str]:
 @cache
 def source(test: str) -> str:
     """Return a digest of the package, of a file of tests and of what that imports from tests/."""
-    common = [
-        ROOT / "tests" / name
-        for name in ("suite.py", "conftest.py", "exact.py", "fakes.py", "toy.py")
-    ]
+    names = ("suite.py", "conftest.py", "exact.py", "fakes.py", "toy.py")
+    common = [ROOT / "tests" / name for name in names]
     package = (ROOT / "tba").rglob("*.py")
     digest = hashlib.sha256()
     for path in sorted({*package, *common, *imported(ROOT / test)}):

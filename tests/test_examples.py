@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from build import SMALL
 from conftest import VOCABULARY
 
 import tba
@@ -60,13 +61,8 @@ def as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(tiny_model: Path, tmp_path: Path) -> list[str]:
-    return [
-        f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
-        "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4",
-        "trainer.batch_size=12", "trainer.group_size=4", "trainer.warmup_steps=0",
-        "eval.prompts=3", "eval.samples=1", "eval.k=[]", "log.console=off",
-        "log.tensorboard=false",
-    ]  # fmt: skip
+    own = ["run.steps=2", "eval.prompts=3", "eval.samples=1", "eval.k=[]"]
+    return [f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", *SMALL, *own]
 
 
 def two_steps(result: Result) -> None:
@@ -125,20 +121,18 @@ def test_the_notebook_runs(small, monkeypatch):
 
 
 def test_the_objective_is_tb_within_delta(batch):
-    loss, metrics = resolve(
-        "objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e6}
-    ).build()(batch.behavior_logp, batch)
+    options = {"beta": 0.2, "delta": 1e6}
+    huber = resolve("objectives", "objective", "mylab.huber_tb.HuberTB", options).build()
+    loss, metrics = huber(batch.behavior_logp, batch)
     torch.testing.assert_close(loss, TrajectoryBalance(0.2)(batch.behavior_logp, batch)[0])
     assert not metrics["huber/linear"].any()
 
 
 def test_the_objective_grows_linearly_beyond_delta(batch):
-    huber = resolve(
-        "objectives", "objective", "mylab.huber_tb.HuberTB", {"beta": 0.2, "delta": 1e-3}
-    ).build()
-    once, twice = (
-        huber(batch.ref_logp, replace(batch, reward=batch.reward * factor))[0] for factor in (1, 2)
-    )
+    options = {"beta": 0.2, "delta": 1e-3}
+    huber = resolve("objectives", "objective", "mylab.huber_tb.HuberTB", options).build()
+    batches = [replace(batch, reward=batch.reward * factor) for factor in (1, 2)]
+    once, twice = (huber(batch.ref_logp, each)[0] for each in batches)
     torch.testing.assert_close(twice, once * 2, rtol=0.02, atol=0)
 
 
@@ -154,9 +148,8 @@ def test_the_selection_begins_with_short_prompts():
 def test_the_tasks_rewards():
     from mylab.countdown_task import worth
 
-    assert [
-        worth(text, [5, 2, 3], 6) for text in ("3+5 - 2", "3+5+2", "3+5", "8-2", "", "3+5-2=6")
-    ] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
+    texts = ("3+5 - 2", "3+5+2", "3+5", "8-2", "", "3+5-2=6")
+    assert [worth(text, [5, 2, 3], 6) for text in texts] == [1.0, 0.1, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_engine_records(tiny_model, tmp_path):

@@ -20,6 +20,7 @@ from build import ISOLATION_DEADLINE as DEADLINE
 from build import config, guard_of, misbehaving, ray_config, without_clock
 from build import isolation_judge as judge
 from build import isolation_reasons as reasons
+from suite import alive, until
 
 import tba
 from tba.engines.scripted import Scripted
@@ -100,16 +101,11 @@ def process_id() -> Callable[[list[str]], list[float]]:
 
 
 def has_ended(process: float) -> bool:
-    """Return whether a process ends within half a minute."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(int(process)).status() == psutil.STATUS_ZOMBIE:
-                return True  # of a parent that was killed, and not yet reaped
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
+    """Wait until a process has ended, for half a minute at most."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        one = psutil.Process(int(process))
+        until(lambda: not alive([one]), 30)
+    return True
 
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "forgotten"])
@@ -232,10 +228,9 @@ def test_a_task_that_cannot_be_built_ends_the_run_and_what_it_has_started(tmp_pa
 
     here = Custom(data="", reward="", passed=(len,))
     guard = Scoring({"": here}, ScoringProcess({"": build}, 1), 1.0)
+    told = r"did not start: (.|\n)*no judge(.|\n)*isolate=none"
     for wait in (lambda: judge(guard, ["a"], ["b"]), guard.wait_until_ready):
-        with pytest.raises(
-            RuntimeError, match=r"did not start: (.|\n)*no judge(.|\n)*isolate=none"
-        ):
+        with pytest.raises(RuntimeError, match=told):
             wait()
     assert has_ended(float((tmp_path / "pid").read_text()))
     guard.close()
