@@ -1,6 +1,7 @@
 """Runs from Python: rows and functions in memory, and the result."""
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import datasets
 import pandas
 import pytest
 import torch
+from build import SMALL
 
 import tba
 from tba.assemble import run as carry_out
@@ -26,15 +28,9 @@ EVALUATED = [{"prompt": "9+9=", "answer": "18"}, {"prompt": "8+8=", "answer": "1
 
 
 def config(model: Path, folder: Path, *settings: str) -> tba.Config:
-    return tba.load(
-        None,
-        [
-            f"policy.model={model}", f"run.folder={folder}", "run.steps=2", "runtime.use=local",
-            "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
-            "trainer.group_size=4", "eval.prompts=2", "eval.samples=1", "eval.k=[]", "eval.every=1",
-            "log.console=off", "log.tensorboard=false", "reward.isolate=none", *settings,
-        ],
-    )  # fmt: skip
+    own = ["run.steps=2", "eval.prompts=2", "eval.samples=1", "eval.k=[]", "eval.every=1"]
+    own += [f"policy.model={model}", f"run.folder={folder}", "reward.isolate=none"]
+    return tba.load(None, [*SMALL, *own, *settings])
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
@@ -82,10 +78,8 @@ def test_rows_and_a_lambda_train(tiny_model, tmp_path):
     assert result.evaluations()["step"].tolist() == [0, 1, 2]
     task = stored_task(folder)
     assert (task["use"], "reward" in task) == ("custom", False)
-    assert (task["data"], task["held_out_data"]) == (
-        str(folder / "data.jsonl"),
-        str(folder / "held_out_data.jsonl"),
-    )
+    files = [str(folder / f"{name}.jsonl") for name in ("data", "held_out_data")]
+    assert [task["data"], task["held_out_data"]] == files
     assert read_rows("task.data", task["data"], "train") == ROWS
 
 
@@ -98,10 +92,8 @@ def test_responses_to_rows_with_the_same_prompt_are_exported_apart(tiny_model, t
     )
     write_rollouts(result.folder, file := tmp_path / "responses.jsonl", None)
     exported = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {(r["group"], r["columns"]["answer"], r["reward"]) for r in exported} == {
-        ("train-0", "a", 1.0),
-        ("train-1", "b", 0.0),
-    }
+    found = {(r["group"], r["columns"]["answer"], r["reward"]) for r in exported}
+    assert found == {("train-0", "a", 1.0), ("train-1", "b", 0.0)}
     texts = [(row["group"], row["completion"]) for row in exported]
     assert len(set(texts)) == len(texts)
 
@@ -237,18 +229,16 @@ def test_resuming_with_others_is_refused(trained, case):
     passed, message = OTHER[case]
     arguments = {"data": ROWS, "reward": length, "held_out_data": EVALUATED} | passed
     before = (trained / CONFIG).read_bytes()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         tba.train(tba.load(trained / CONFIG), resume=trained, **arguments)
-    assert message in str(error.value)
     assert (trained / CONFIG).read_bytes() == before
 
 
 def test_a_run_on_rows_from_python_goes_on_from_the_command_line(tiny_model, tmp_path):
     """If its reward is not a function in memory."""
     folder = tmp_path / "run"
-    settings = config(
-        tiny_model, folder, "task=custom", "task.held_out_size=2", "task.reward=test_api:length"
-    )
+    own = ("task=custom", "task.held_out_size=2", "task.reward=test_api:length")
+    settings = config(tiny_model, folder, *own)
     tba.train(settings, data=ROWS)
     assert evaluate_run(folder, [], False)["prompts"] == 2
     assert carry_out(_config(["run.steps=3"], folder), folder).steps == 3
@@ -319,9 +309,8 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
 def test_a_mistake_is_refused_before_anything_starts(tiny_model, tmp_path, case):
     settings, arguments, message = REFUSED[case]
     arguments = {"held_out_data": EVALUATED} | arguments
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         tba.train(config(tiny_model, tmp_path / "run", *settings), **arguments)
-    assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

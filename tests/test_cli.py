@@ -94,9 +94,8 @@ def folder(
     Path("without_eos").symlink_to(make_model(eos=None))
     for name, rows in data.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("cli_rewards.py").write_text(
-        "def length(completions):\n    return [float(len(c)) for c in completions]\n"
-    )
+    function = "def length(completions):\n    return [float(len(c)) for c in completions]\n"
+    Path("cli_rewards.py").write_text(function)
     Path("run.toml").write_text(CONFIG.format(model=tiny_model))
     return tmp_path
 

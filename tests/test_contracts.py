@@ -162,9 +162,8 @@ def buffer_of(prompts: int, responses: int, reward: Callable[[int], float] = flo
             Trajectory(np.full(k + 1, b, np.int32), logp, logp, reward(k), b // 2, finished=True)
             for k, logp in enumerate(logps)
         ]
-        buffer.add(
-            [Group(Prompt(f"prompt-{b}", "?"), np.array([b], np.int32), (*found,))], now=b // 2
-        )
+        group = Group(Prompt(f"prompt-{b}", "?"), np.array([b], np.int32), (*found,))
+        buffer.add([group], now=b // 2)
     return buffer
 
 
@@ -289,9 +288,8 @@ def gradients(
     loss: torch.Tensor, logp: torch.Tensor, head: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Of log-probs and of the head, if there is one; each must have one."""
-    return list(
-        torch.autograd.grad(loss, [logp] if head is None else [logp, head], retain_graph=True)
-    )
+    inputs = [logp] if head is None else [logp, head]
+    return list(torch.autograd.grad(loss, inputs, retain_graph=True))
 
 
 def test_an_underscore_hides_what_is_no_plugin():
@@ -375,10 +373,8 @@ def test_objective_survives_a_policy_far_away(objective, batch, logp, head, othe
     """e^90 at each token, from the behaviour policy or the reference: more than a float32 holds."""
     far = replace(batch, **{other: getattr(batch, other) + distance * batch.mask})
     loss, metrics = call(objective, logp, far, head)
-    assert all(
-        tensor.isfinite().all()
-        for tensor in (loss, *gradients(loss.sum(), logp, head), *metrics.values())
-    )
+    tensors = (loss, *gradients(loss.sum(), logp, head), *metrics.values())
+    assert all(tensor.isfinite().all() for tensor in tensors)
 
 
 # Engines
@@ -455,9 +451,8 @@ def test_engine_gives_the_same_answers_for_the_same_seed(engine, text):
     same, other = ask(engine, text, seed=1), ask(engine, text, seed=2)
     assert torch.equal(torch.get_rng_state(), state)  # and is not disturbed
     assert tokens(first) == tokens(same) != tokens(other)
-    assert [[c.logp.tolist() for c in cs] for cs in first] == [
-        [c.logp.tolist() for c in cs] for cs in same
-    ]
+    logps = [[[c.logp.tolist() for c in cs] for cs in answers] for answers in (first, same)]
+    assert logps[0] == logps[1]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 6])

@@ -118,12 +118,9 @@ def trainer(
 
 def wrapped(policy: Policy, objective: Plugin, steps: int, **settings: Any) -> SingleTrainer:
     prompt = np.ones(1, np.int32)
-    config = Config(
-        trainer={"max_grad_norm": float("inf"), **settings},
-        sampling={"temperature": 0.7, "max_tokens": 1},
-        run={"steps": steps},
-        engine={"use": "scripted"},
-    )
+    tables = {"run": {"steps": steps}, "engine": {"use": "scripted"}}
+    tables["trainer"] = {"max_grad_norm": float("inf"), **settings}
+    config = Config(**tables, sampling={"temperature": 0.7, "max_tokens": 1})
     setup = TrainerSetup(
         config, objective, context=32, extremes=(prompt, prompt), probe_prompt=1,
         checks_reference=False,

@@ -178,9 +178,8 @@ def larger(make_model: Callable[..., Path], tmp_path: Path) -> Callable[..., str
 
 def test_a_prompt_with_a_token_beyond_the_embeddings_is_named(larger):
     text = load_text(PolicyTable(model=larger()))
-    with pytest.raises(
-        ValueError, match=r"prompt 'b' has the token '<b>', number 15, but .* 14 on"
-    ):
+    told = r"prompt 'b' has the token '<b>', number 15, but .* 14 on"
+    with pytest.raises(ValueError, match=told):
         text.encode_all([Prompt("a", "1+1="), Prompt("b", "1<b>=")], 4, text.encode)
 
 
@@ -245,9 +244,8 @@ def test_positions_agree_with_single_sequences_at_the_lengths_of_a_run(tiny_mode
         for group, rows in zip(groups, logp, strict=True):
             for t, row in zip(group.trajectories, rows, strict=True):
                 ids = torch.tensor([*group.prompt_tokens, *t.tokens])
-                every = (
-                    plain(input_ids=ids[None]).logits[0, -len(t.tokens) - 1 : -1].log_softmax(-1)
-                )
+                logits = plain(input_ids=ids[None]).logits[0, -len(t.tokens) - 1 : -1]
+                every = logits.log_softmax(-1)
                 expected = every.gather(1, ids[-len(t.tokens) :, None]).squeeze(1)
                 for found in (row[: len(t.tokens)], t.behavior_logp, t.ref_logp):
                     torch.testing.assert_close(torch.as_tensor(found), expected, atol=1e-5, rtol=0)

@@ -126,6 +126,7 @@ def test_the_lag_is_constant(lag, tiny_model, tmp_path):
     settings = (f"runtime.lag={lag}", "strategy=recent", "run.steps=10", *PLAIN)
     run(config(tiny_model, tmp_path / "run", *settings))
     rows = read(tmp_path / "run" / METRICS)
+    assert len(rows) == 10
     for step, row in enumerate(rows):
         assert row["off_policy/lag_mean"] == row["off_policy/lag_max"] == min(step, lag)
         if row["off_policy/lag_max"] == 0:

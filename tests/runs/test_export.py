@@ -42,10 +42,8 @@ def test_an_exported_model_has_a_card(ended, tmp_path):
     assert "**Objective:** `tb` {" in text and '"beta": 0.3' in text
     assert "**Task:** `toy.Ones`" in text
     rows = [row for row in read(ended / METRICS) if "eval/sampled_reward" in row]
-    before, after = (
-        f"{row['eval/sampled_pass@1']:.3f} ± {row['eval/sampled_stderr']:.3f}"
-        for row in (rows[0], rows[-1])
-    )
+    scores = [[row[f"eval/sampled_{name}"] for name in ("pass@1", "stderr")] for row in rows]
+    before, after = ("{:.3f} ± {:.3f}".format(*scores[place]) for place in (0, -1))
     assert f"| `sampled_pass@1` | {before} | {after} |" in text
     shown = set(re.findall(r"\| `(\S+)` \| [-\d.]+ ± [\d.]+ \|", text))
     assert {"more/greedy_reward", "more/greedy_pass@1", "avg@2"} <= shown

@@ -145,9 +145,8 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     """On the console at once, at its end, and in the summary; a resumed run keeps it."""
-    (tmp_path / "rewards.py").write_text(
-        "def nothing(completions):\n    return [0.0] * len(completions)\n"
-    )
+    function = "def nothing(completions):\n    return [0.0] * len(completions)\n"
+    (tmp_path / "rewards.py").write_text(function)
     prompts = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
     (tmp_path / "data.jsonl").write_text("".join(prompts))
     settings = (

@@ -67,10 +67,8 @@ def test_the_weights_of_a_resumed_run_are_verified(tiny_model, tmp_path, every, 
     runtime = given.runtime.model_copy(update={"publish_every": every})
     longer = given.model_copy(update={"runtime": runtime})
     run(longer.model_copy(update={"run": given.run.model_copy(update={"steps": 3})}))
-    with (
-        pytest.raises(LogpGapError, match=rf"to version {3 - 3 % every},"),
-        open_run(longer, resume=tmp_path / "run"),
-    ):
+    told = rf"to version {3 - 3 % every},"
+    with pytest.raises(LogpGapError, match=told), open_run(longer, resume=tmp_path / "run"):
         pass
 
 
