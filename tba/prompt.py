@@ -1,6 +1,7 @@
 """Prompts and answers as text, as tasks see them. This module needs no torch."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ class Prompt:
     id: str
     text: str | Sequence[Message]
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """Return a copy of the columns and the prompt, which code of the user may change."""
+        return deepcopy({**self.columns, "prompt": self.text})
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ class Agents:
         until = time.monotonic() + seconds
         started: list[Future[Held]] = []
         for prompt in prompts:
-            row = {**prompt.columns, "prompt": prompt.text}
+            row = prompt.row()
             for _ in range(sampling.samples):
                 holding = self._hold(row, sampling, seed, len(started), until)
                 started.append(self._endpoint.loop.begin(holding))

@@ -91,8 +91,7 @@ class Tools:
     def open(self, prompt: Prompt) -> tuple[Any, str]:
         """Return a new instance, and the text with which it begins. May raise anything."""
         instance = self.make()
-        row = {**prompt.columns, "prompt": prompt.text}
-        observation = _awaited(call(instance.reset, row))
+        observation = _awaited(call(instance.reset, prompt.row()))
         if not isinstance(observation, str | None):
             kind = type(observation).__name__
             raise TypeError(f"reset returned {kind}; it must return text, or None")

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from hashlib import sha256
@@ -147,11 +148,10 @@ class Custom(Rendering, Task):
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that gave a number; None if none did."""
         log = RewardLog(len(answers))
-        arguments = arguments_of(prompt, answers, log)
         scores: list[Any] = [None] * len(self.functions)
         # sync functions first: if one raises, no async call has been made that nobody awaits
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
-            scores[i] = call(function, arguments)
+            scores[i] = call(function, arguments_of(prompt, answers, log))
         if any(map(inspect.isawaitable, scores)):
             return self._await_all(scores, log)
         return self._weighted(scores, log)
@@ -269,21 +269,21 @@ def _is_async(function: RewardFunction) -> bool:
 
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
-    """Return everything that a reward function may take, by name."""
+    """Return everything that a reward function may take, by name, each answer's own copies."""
     state = SimpleNamespace(  # by the names of transformers' TrainerState
         global_step=max(a.version for a in answers), max_steps=max(a.steps for a in answers)
     )
     completions: list[Any] = [a.text for a in answers]
     if answers[0].messages is not None:
-        completions = [list(a.messages or ()) for a in answers]
+        completions = [deepcopy(list(a.messages or ())) for a in answers]
     elif not isinstance(prompt.text, str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    columns = prompt.columns.items()
-    arguments: dict[str, Any] = {name: [value] * len(answers) for name, value in columns}
+    copies = [prompt.row() for _ in answers]
+    arguments = {name: [row[name] for row in copies] for name in copies[0]}
     if answers[0].environment is not None:
         arguments["environments"] = [a.environment for a in answers]
     return arguments | {
-        "prompts": [prompt.text] * len(answers),
+        "prompts": arguments.pop("prompt"),
         "completions": completions,
         "completion_ids": [list(a.tokens) for a in answers],
         "trainer_state": state,

@@ -142,6 +142,17 @@ def test_what_reset_says_ends_the_prompt(config):
     ]  # fmt: skip
 
 
+def test_each_environment_has_a_row_of_its_own(config):
+    """A tool that changes it changes no other dialogue about the prompt, now or later."""
+    options = {"rows": [{**row, "heap": [5, 6, 7]} for row in ROWS]}
+    options["environment"] = f"{TESTS}/talk.py:Greedy"
+    searcher, result = searched(config(call("take"), "Taken.", **options))
+    again = searcher.search([result.groups[0].prompt], seed=1)
+    for group in [*result.groups, *again.groups]:
+        texts = [searcher.text.decode(t.tokens) for t in group.trajectories]
+        assert len(texts) == 2 and all("\n7\n" in text for text in texts)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "told"),
     [

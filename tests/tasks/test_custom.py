@@ -32,6 +32,13 @@ def right(completions, answer):
 def short_only(prompts, completions, **columns):
     return [None if len(c) > 2 else 1.0 for c in completions]
 
+def appends(prompts, completions, parts, **columns):
+    for prompt, completion, part in zip(prompts, completions, parts):
+        prompt += completion
+        part.append(0)
+    completions.clear()
+    return [float(len(prompt) + len(part)) for prompt, part in zip(prompts, parts)]
+
 def never(prompts, completions, **columns):
     return [None] * len(completions)
 
@@ -121,6 +128,14 @@ def test_chat_prompts_have_message_lists_as_completions(custom, seen):
     assert task.score(task.prompts()[0], answers) == [1.0, 0.0]
     completions = [[{"role": "assistant", "content": text}] for text in ("please", "now")]
     assert seen[0][:2] == ([chat[0]["prompt"]] * 2, completions)
+
+
+def test_a_function_may_change_what_it_gets(custom):
+    """Neither another completion, nor another function, nor the next call sees it."""
+    rows = [{"prompt": [{"role": "user", "content": "Say"}], "parts": [i]} for i in range(4)]
+    task = custom("appends", "appends", rows=rows)
+    for _ in range(2):
+        assert scores(task) == [8.0, 8.0, 8.0]
 
 
 def test_a_template_makes_prompts_of_any_columns(custom, seen):
