@@ -219,7 +219,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
         {"held_out_data": EVALUATED[::-1]},
         "held_out_data= is not what the run was started with",
     ),
-    "other function": ({"reward": constant(1.0)}, "task.reward: changed since"),
+    "other function": ({"reward": constant(1.0)}, '(from Python, replay="rescore")'),
     "no function": ({"reward": None}, "task.reward is missing; write package.module:function"),
 }
 

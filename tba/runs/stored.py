@@ -48,10 +48,11 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     if replay == "drop" and setup.config.runtime.searchers == 0:
         raise ValueError(ALONE)
     if replay == "keep" and changed:
-        again = "" if lost else "--rescore to score the stored samples again, or "
+        again = '--rescore (from Python, replay="rescore") to score the stored samples again, or '
         raise ValueError(
             f"{changed}: changed since the rewards in the replay buffer were computed; undo that,"
-            f" or add {again}--drop-replay to start with an empty buffer"
+            f' or add {"" if lost else again}--drop-replay (replay="drop") to start with an empty'
+            " buffer"
         )
     if replay == "keep":
         return generation, ""
