@@ -230,7 +230,8 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
 
 
 def _idle_share(seconds: Mapping[str, float]) -> float:
-    return seconds.get("idle", 0.0) / max(1e-9, sum(seconds.values()))
+    idle = seconds.get("idle", 0.0)
+    return idle / max(1e-9, idle + seconds.get("busy", 0.0))
 
 
 def record_session(

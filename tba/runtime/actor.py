@@ -58,7 +58,7 @@ class SearcherActor:
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working = 0
-        self._idle_since = time.perf_counter()
+        self._since = time.perf_counter()  # when `_working` has changed
         with suppress(SearchError):  # raised by `machine`: it would be lost with the constructor
             self._load_newest(newest)
 
@@ -99,18 +99,21 @@ class SearcherActor:
     def _work(self, reference: Sent | None) -> Iterator[None]:
         """Surround work, with this reference or a newer one. Outside of it the searcher is idle."""
         self._enter()
-        with self._counting:
-            if self._working == 0:
-                self._unreported.seconds["idle"] += time.perf_counter() - self._idle_since
-            self._working += 1
+        self._count(1)
         try:
             self._load_newer_reference(reference)
             yield
             self._refuse_wrong()
         finally:
-            with self._counting:
-                self._working -= 1
-                self._idle_since = time.perf_counter()
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        """Count the time until now as idle or busy, whatever number of tasks runs at once."""
+        with self._counting:
+            now = time.perf_counter()
+            self._unreported.seconds["busy" if self._working else "idle"] += now - self._since
+            self._since = now
+            self._working += change
 
     @contextmanager
     def _holding(self, weights: Sent) -> Iterator[None]:

@@ -36,7 +36,7 @@ class LocalSearchers:
         self._found: list[Group] = []  # in a `gather` that has not returned
         self._evaluations: list[Evaluation] = []
         self._asleep = False
-        self._idle_since = time.perf_counter()
+        self._since = time.perf_counter()  # when work has begun or ended
         if state.weights is not None:
             self._load(state.weights)
         if self._reference is not None:
@@ -70,12 +70,17 @@ class LocalSearchers:
     @contextmanager
     def _work(self) -> Iterator[Searcher]:
         """Surround work of the searcher, whose engine is awake then. Outside of it, it is idle."""
-        self.stats.seconds["idle"] += time.perf_counter() - self._idle_since
+        self._count("idle")
         if self._asleep:
             self._searcher.engine.wake()
             self._asleep = False
         yield self._searcher
-        self._idle_since = time.perf_counter()
+        self._count("busy")
+
+    def _count(self, name: str) -> None:
+        now = time.perf_counter()
+        self.stats.seconds[name] += now - self._since
+        self._since = now
 
     def publish(self, trainer: Trainer, version: int) -> None:
         started = time.perf_counter()

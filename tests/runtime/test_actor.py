@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from tba.engines import SharedLock
 from tba.prompt import Prompt
+from tba.runs.summary import _idle_share
 from tba.runtime.actor import SearcherActor, UnseenError
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
@@ -257,6 +259,26 @@ def test_a_busy_searcher_is_not_idle(actor, steps, threads):
     assert search(threads, actor, 2).result(SECONDS).stats.seconds["idle"] == 0
     steps.ended[0].set()
     running.result(SECONDS)
+
+
+def test_time_in_which_several_searches_run_counts_once(actor, steps, threads, monkeypatch):
+    """By a clock that only this test moves: idle for 5 s, two searches for 2 s, idle for 3 s."""
+    now = [actor._since]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("tba.runtime.actor.time", clock)
+    now[0] += 5
+    running = [search(threads, actor, number) for number in (0, 1)]
+    for number in (0, 1):
+        wait(steps.begun[number])
+    now[0] += 2
+    stats = SearchStats()
+    for number in (0, 1):
+        steps.ended[number].set()
+        stats.add(running[number].result(SECONDS).stats)
+    now[0] += 3
+    steps.ended[2].set()
+    stats.add(search(threads, actor, 2).result(SECONDS).stats)
+    assert _idle_share(stats.seconds) == pytest.approx(0.8)
 
 
 def test_who_waits_to_be_alone_goes_before_those_that_share_later(threads):
