@@ -220,7 +220,8 @@ def _assemble(
         progress, search = renewed(
             setup, progress, search, buffer, replay, place.device, console.phase
         )
-        log.rewind(folder, progress.step, c.run.steps)  # after all that can fail
+        evaluates = progress.evaluating > 0 or progress.step == c.run.steps
+        log.rewind(folder, progress.step, evaluates)  # after all that can fail
     if rollouts:
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)

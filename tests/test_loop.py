@@ -44,6 +44,30 @@ def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model, tmp_path, monkey
     assert [r["step"] for r in read(metrics) if "eval/greedy_pass@1" in r] == [7, 9, 10]
 
 
+def test_an_evaluation_that_ends_after_the_checkpoint_of_its_step_is_written_once(
+    tiny_model, tmp_path, monkeypatch
+):
+    """Each ends a step late. A run that is killed later makes that of its checkpoint again."""
+    from tba.runtime.local import LocalSearchers
+
+    before: list[Evaluation] = []
+
+    def late(self: LocalSearchers, finish: bool = False) -> list[Evaluation]:
+        ended = [*before, *(self._evaluations if finish else ())]
+        before[:] = self._evaluations
+        self._evaluations = []
+        return ended
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalSearchers, "evaluations", late)
+        run(config(tiny_model, folder, "run.steps=5", "checkpoint.every=3"))
+    shutil.rmtree(checkpoint.newest(folder / "checkpoints"))  # as if killed after step 5
+    run(_config([], folder), folder)
+    rows = [r for r in read(folder / METRICS) if "eval/greedy_pass@1" in r]
+    assert [r["step"] for r in rows] == [0, 3, 5]
+
+
 def test_an_evaluation_whose_request_failed_is_made_again(tiny_model, tmp_path, monkeypatch):
     """The first one, of a run that is saved at step 0."""
     from tba.runtime.local import LocalSearchers

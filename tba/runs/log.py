@@ -142,15 +142,15 @@ def read_warnings(run: Path) -> dict[str, str]:
     return {row["key"]: row["text"] for row in read(run / WARNINGS)}
 
 
-def rewind(run: Path, step: int, last: int) -> None:
-    """Drop what a run that is resumed at `step`, and goes on until `last`, will write again.
+def rewind(run: Path, step: int, evaluates: bool) -> None:
+    """Drop what a run that is resumed at `step`, and perhaps evaluates it, will write again.
 
     Weights & Biases cannot take steps back: the run becomes a new one there.
     """
 
     def comes_again(row: Mapping[str, Any]) -> bool:
         requested = row.get("requested", -1)  # the weights of an evaluation can be of earlier steps
-        return max(row["step"], requested) > step or requested == step == last
+        return max(row["step"], requested) > step or (evaluates and requested == step)
 
     for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
         rows = read(path)

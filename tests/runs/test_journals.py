@@ -103,13 +103,13 @@ def test_an_evaluation_that_is_repeated_is_written_once(tmp_path):
     def versions() -> list[list[int]]:
         return [[row["step"] for row in read(tmp_path / name)] for name in (METRICS, SAMPLES)]
 
-    rewind(tmp_path, 30, last=60)
+    rewind(tmp_path, 30, evaluates=False)
     assert versions() == [[0, 9, 18, 30]] * 2
-    rewind(tmp_path, 30, last=30)  # that at the end of the run comes again
+    rewind(tmp_path, 30, evaluates=True)
     assert versions() == [[0, 9, 18]] * 2
-    rewind(tmp_path, 19, last=30)
+    rewind(tmp_path, 19, evaluates=False)
     assert versions() == [[0, 9]] * 2
-    rewind(tmp_path, 10, last=30)
+    rewind(tmp_path, 10, evaluates=False)
     assert versions() == [[0, 9]] * 2
-    rewind(tmp_path, 9, last=30)
+    rewind(tmp_path, 9, evaluates=False)
     assert versions() == [[0]] * 2

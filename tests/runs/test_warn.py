@@ -205,5 +205,5 @@ def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path):
     journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
     for step, key in ((0, "warmup"), (10, "ess"), (11, "kl")):
         journal.warn(step, key, f"of {key}")
-    rewind(tmp_path, 10, 20)
+    rewind(tmp_path, 10, evaluates=False)
     assert read_warnings(tmp_path) == {"warmup": "of warmup", "ess": "of ess"}
