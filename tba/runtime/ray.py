@@ -142,19 +142,21 @@ class RaySearchers:
             self._requested = at_least
             self._searching = True
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
-            self._wait(lambda: self._arrived() >= at_least, limit, what)
-            if self._settings.lag is not None and self._arrived() < at_least:
-                # stopped: a resumed run does all these searches again, so that it is reproducible
-                self._number = first_task
-                self._results = {}
+            try:
+                self._wait(lambda: self._arrived() >= at_least, limit, what)
+            finally:
+                self._requested = 0
+                self._owed = 0
+                if self._settings.lag is not None and self._arrived() < at_least:
+                    # a resumed run does all these searches again, so that it is reproducible
+                    self._number = first_task
+                    self._results = {}
             for _, (prompts, result) in sorted(self._results.items()):  # in lockstep, reproducible
                 quarantined = self._stream.done(prompts, result.groups, result.died)
                 self._stats.counts["searchers/quarantined"] += quarantined
                 self._stats.add(result.stats)
                 groups += result.groups
             self._results = {}
-            self._requested = 0
-            self._owed = 0
         return groups
 
     def publish(self, trainer: Trainer, version: int) -> None:

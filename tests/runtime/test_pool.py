@@ -367,6 +367,23 @@ def test_a_reference_that_was_sent_is_in_the_checkpoint(opens):
     np.testing.assert_array_equal(reference.arrays["parameter"], np.ones((2, 3)))
 
 
+def test_searches_that_end_a_run_in_lockstep_are_repeated_with_the_same_numbers(opens):
+    """Whatever has arrived before the failure: the resumed run is reproducible."""
+    numbers = count()
+
+    def received(call: Call) -> SearchResult:
+        if next(numbers) == 1:
+            raise SearchError("it is lost")
+        return found(call)
+
+    searchers = opens(one_ends, received, "runtime.lag=0", "runtime.publish_every=1")
+    with pytest.raises(SearchError, match="it is lost"):
+        searchers.gather(9)
+    state = searchers.state()
+    assert state.tasks == 0
+    assert len({*state.cursor["outstanding"]}) == state.cursor["state"]["chosen"] == 9
+
+
 def test_searchers_of_a_lost_machine_are_one_failure(opens, monkeypatch):
     """Two of four die. Their prompts are issued again, and are not to blame."""
     asked: list[str] = []
