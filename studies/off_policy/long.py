@@ -75,7 +75,7 @@ QUANTISED = brief(
     objectives={
         **some("tb", "tb tapered", "rloo", "dr_grpo", "cispo"),
         "rloo weighted": {**OBJECTIVES["rloo"], "objective.importance": "token"},
-        "raft": {"objective.use": "raft"},
+        **some("raft"),
     },
     conditions={
         bits: {"engine.use": "studies.off_policy.quantised.Quantised", "engine.bits": bits}
@@ -143,10 +143,8 @@ OTHERS = brief(
                 "objective.step_tokens": 2,
             },
             "online_dpo": {"objective.beta": 0.1},
-            "raft": {},
             "gspo": {},
             "vespo": {},
-            "topr": {},
             "asymre": {},
         }.items()
     },
@@ -168,7 +166,7 @@ REAL = Experiment(
     name="real",
     condition="lag",
     base="real.toml",
-    objectives=some("tb tapered", "dr_grpo", "cispo", "oapl"),
+    objectives=some("tb tapered", "dr_grpo", "cispo", "oapl", "raft"),
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16)},
     seconds=200,
     rates=(3e-6, 1e-5, 3e-5),

@@ -27,6 +27,8 @@ OBJECTIVES = {
     "oapl": {"objective.use": "oapl"},
     "m2po": {"objective.use": "m2po"},
     "cispo": {"objective.use": "cispo"},
+    "raft": {"objective.use": "raft"},
+    "topr": {"objective.use": "topr"},
 }
 LAGS = Experiment(
     name="lags",
@@ -50,7 +52,8 @@ def draw(lags: Experiment) -> None:
     from matplotlib import pyplot
 
     conditions = list(lags.conditions)
-    colors = dict(zip(lags.objectives, pyplot.get_cmap("tab10").colors, strict=True))
+    twelve = (*pyplot.get_cmap("tab10").colors, "black", "gold")
+    colors = dict(zip(lags.objectives, twelve, strict=True))
     cells = {(objective, lag): rows for objective, lag, rows in lags.final()}
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for objective, color in colors.items():

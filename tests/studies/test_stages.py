@@ -79,9 +79,9 @@ def test_the_table_is_of_other_prompts_than_the_search(experiments, tmp_path):
         assert seeds == ([3, 5] if stage == "table" else [0, 0])
 
 
-def test_the_study_has_ten_objectives_at_five_lags_and_five_rates(experiments):
+def test_the_study_has_twelve_objectives_at_five_lags_and_five_rates(experiments):
     count = experiments["lags"].count()
-    assert "500 runs for rates, 200 for schedules, 250 for the table: 950 runs" in count
+    assert "600 runs for rates, 240 for schedules, 300 for the table: 1140 runs" in count
 
 
 def test_a_seed_that_is_added_is_one_more_row(small, monkeypatch, tmp_path):
