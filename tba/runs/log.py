@@ -143,9 +143,10 @@ def read_warnings(run: Path) -> dict[str, str]:
 
 
 def rewind(run: Path, step: int, evaluates: bool) -> None:
-    """Drop what a run that is resumed at `step`, and perhaps evaluates it, will write again.
+    """Drop the rows that a run which is resumed at `step` will write again.
 
-    Weights & Biases cannot take steps back: the run becomes a new one there.
+    If it `evaluates`, the evaluation of that step is among them. Weights & Biases cannot take steps
+    back: the run becomes a new one there.
     """
 
     def comes_again(row: Mapping[str, Any]) -> bool:

@@ -269,7 +269,7 @@ def _is_async(function: RewardFunction) -> bool:
 
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
-    """Return everything that a reward function may take, by name, each answer's own copies."""
+    """Return all that a reward function may take, by name; each answer has copies of its own."""
     state = SimpleNamespace(  # by the names of transformers' TrainerState
         global_step=max(a.version for a in answers), max_steps=max(a.steps for a in answers)
     )
@@ -279,11 +279,11 @@ def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> d
     elif not isinstance(prompt.text, str):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     copies = [prompt.row() for _ in answers]
-    arguments = {name: [row[name] for row in copies] for name in copies[0]}
+    arguments = {name: [row[name] for row in copies] for name in prompt.columns}
     if answers[0].environment is not None:
         arguments["environments"] = [a.environment for a in answers]
     return arguments | {
-        "prompts": arguments.pop("prompt"),
+        "prompts": [row["prompt"] for row in copies],
         "completions": completions,
         "completion_ids": [list(a.tokens) for a in answers],
         "trainer_state": state,
