@@ -80,7 +80,7 @@ class Tracker:
         self._started: float | None = None
         self._last = time.perf_counter()
         self._before = SearchStats()  # at the last step
-        self._idle = 0.0
+        self._waiting = 0.0
         self._arrived = deque([(0.0, 0)], maxlen=RECENT)  # seconds and samples after each step
 
     @property
@@ -113,7 +113,7 @@ class Tracker:
         lags = [step - t.version for t in trajectories]
         spent = {name: seconds - before.seconds[name] for name, seconds in stats.seconds.items()}
         if any(spent.values()):  # otherwise no task has ended, and the share stays
-            self._idle = _idle_share(spent)
+            self._waiting = _waiting_share(spent)
         total["steps"] += 1
         total["samples_trained"] += len(lags)
         total["lag"] += fmean(lags)
@@ -133,7 +133,7 @@ class Tracker:
             "buffer/distinct_per_group": fmean(distinct),
             **{f"buffer/{name}": count for name, count in buffer.counts.items()},
             "wait/trainer": self._spent["waited"] / max(1e-9, seconds),
-            "wait/searchers": self._idle,
+            "wait/searchers": self._waiting,
             "sync/blocked": self._spent["synced"],
             "sync/seconds": stats.publish_seconds - before.publish_seconds,
             "sync/drain": stats.seconds["drain"] - before.seconds["drain"],
@@ -188,7 +188,7 @@ class Tracker:
             samples_generated=stats.counts["samples_generated"],
             samples_trained=int(total["samples_trained"]),
             trainer_wait_fraction=total["waited"] / training if training > 0 else 0.0,
-            searcher_wait_fraction=_idle_share(stats.seconds),
+            searcher_wait_fraction=_waiting_share(stats.seconds),
             lag_mean=total["lag"] / max(1.0, total["steps"]),
             lag_max=float(total["lag_max"]),
             searcher_restarts=stats.counts["searchers/restarts"],
@@ -229,9 +229,9 @@ def _of_searchers(stats: SearchStats) -> dict[str, float]:
     return metrics
 
 
-def _idle_share(seconds: Mapping[str, float]) -> float:
-    idle = seconds.get("idle", 0.0)
-    return idle / max(1e-9, idle + seconds.get("busy", 0.0))
+def _waiting_share(seconds: Mapping[str, float]) -> float:
+    waiting = seconds.get("waiting", 0.0)
+    return waiting / max(1e-9, waiting + seconds.get("busy", 0.0))
 
 
 def record_session(

@@ -97,7 +97,7 @@ class SearcherActor:
 
     @contextmanager
     def _work(self, reference: Sent | None) -> Iterator[None]:
-        """Surround work, with this reference or a newer one. Outside of it the searcher is idle."""
+        """Surround work, with this reference or a newer one. Outside of it the searcher waits."""
         self._enter()
         self._count(1)
         try:
@@ -108,10 +108,10 @@ class SearcherActor:
             self._count(-1)
 
     def _count(self, change: int) -> None:
-        """Count the time until now as idle or busy, whatever number of tasks runs at once."""
+        """Count the time until now as waiting or busy, whatever number of tasks runs at once."""
         with self._counting:
             now = time.perf_counter()
-            self._unreported.seconds["busy" if self._working else "idle"] += now - self._since
+            self._unreported.seconds["busy" if self._working else "waiting"] += now - self._since
             self._since = now
             self._working += change
 

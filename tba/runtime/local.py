@@ -69,8 +69,8 @@ class LocalSearchers:
 
     @contextmanager
     def _work(self) -> Iterator[Searcher]:
-        """Surround work of the searcher, whose engine is awake then. Outside of it, it is idle."""
-        self._count("idle")
+        """Surround work of the searcher, whose engine is awake then. Outside of it, it waits."""
+        self._count("waiting")
         if self._asleep:
             self._searcher.engine.wake()
             self._asleep = False

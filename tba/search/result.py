@@ -36,7 +36,7 @@ class SearchStats:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, summed over searchers, by what they were spent on: `generate`, `reward`,
     `rollouts`, `reference`, `load_weights`, `drain` before it, while running completions end. Tasks
-    may run at once: `busy` are those with a task, and `idle` those without."""
+    may run at once: `busy` are those with a task, and `waiting` those without."""
     publish_seconds: float = 0.0
     """Seconds of computing probes, converting weights and sending them."""
     largest_gap: float = 0.0

@@ -14,7 +14,7 @@ import torch
 
 from tba.engines import SharedLock
 from tba.prompt import Prompt
-from tba.runs.summary import _idle_share
+from tba.runs.summary import _waiting_share
 from tba.runtime.actor import SearcherActor, UnseenError
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
@@ -246,7 +246,7 @@ def test_idle_time_and_loads_are_counted_once(actor, steps, threads):
     second = search(threads, actor, 1).result(SECONDS).stats
     assert first.seconds["load_weights"] > 0 and first.latest.get("sync/logp_gap") == 0.25
     assert second.seconds["load_weights"] == 0 and "sync/logp_gap" not in second.latest
-    assert first.seconds["idle"] > 0 and second.seconds["idle"] > 0
+    assert first.seconds["waiting"] > 0 and second.seconds["waiting"] > 0
 
 
 def test_a_busy_searcher_is_not_idle(actor, steps, threads):
@@ -254,9 +254,11 @@ def test_a_busy_searcher_is_not_idle(actor, steps, threads):
     running = search(threads, actor, 0)
     wait(steps.begun[0])
     steps.ended[1].set()
-    assert search(threads, actor, 1).result(SECONDS).stats.seconds["idle"] > 0  # of the first one
+    assert (
+        search(threads, actor, 1).result(SECONDS).stats.seconds["waiting"] > 0
+    )  # of the first one
     steps.ended[2].set()
-    assert search(threads, actor, 2).result(SECONDS).stats.seconds["idle"] == 0
+    assert search(threads, actor, 2).result(SECONDS).stats.seconds["waiting"] == 0
     steps.ended[0].set()
     running.result(SECONDS)
 
@@ -271,14 +273,15 @@ def test_time_in_which_several_searches_run_counts_once(actor, steps, threads, m
     for number in (0, 1):
         wait(steps.begun[number])
     now[0] += 2
-    stats = SearchStats()
+    # checkpoints of earlier versions have `idle` and no `busy` seconds: these do not count
+    stats = SearchStats.from_json({"seconds": {"idle": 90.0, "generate": 10.0}})
     for number in (0, 1):
         steps.ended[number].set()
         stats.add(running[number].result(SECONDS).stats)
     now[0] += 3
     steps.ended[2].set()
     stats.add(search(threads, actor, 2).result(SECONDS).stats)
-    assert _idle_share(stats.seconds) == pytest.approx(0.8)
+    assert _waiting_share(stats.seconds) == pytest.approx(0.8)
 
 
 def test_who_waits_to_be_alone_goes_before_those_that_share_later(threads):

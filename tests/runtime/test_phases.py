@@ -70,7 +70,7 @@ def test_a_searcher_in_the_trainers_process_is_idle_while_the_trainer_trains(
     monkeypatch.setattr("tba.runtime.local.time", clock)
     with open_run(config(tiny_model, tmp_path / "run", "run.steps=4")) as opened:
         summary = opened.train()
-        assert opened.searchers.stats.seconds["idle"] == 4 * 3.0
+        assert opened.searchers.stats.seconds["waiting"] == 4 * 3.0
     assert summary.searcher_wait_fraction > 0
 
 
