@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from tba.weights import Direct, Probe, Sent, Transport, published, trained
 
 MOST_K3 = 10.0
 """Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
+OWN = ("loss", "step", "time", "requested")
+"""Names in a row of metrics that an objective cannot give, beside those of `_group_metrics`."""
 
 
 @dataclass(frozen=True)
@@ -259,10 +261,11 @@ class SingleTrainer:
     def _loss_of(self, output: Output, chunk: Batch, batch: Batch, objective: Objective) -> "Ran":
         """Compute the loss of whole groups, go back from it, and return the metrics of each."""
         moved = chunk.to(output.logp.device)
-        loss, extras = _loss(objective, output, moved)
-        (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
         tokens = int(batch.mask.sum()) / len(batch)
+        # first: an objective may change its arguments in place
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
+        loss, extras = _loss(objective, output, moved, metrics)
+        (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
         return Ran({"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding)
 
     def _check_reference(self, gap: float, step: int) -> None:
@@ -299,22 +302,30 @@ def _check_finite(batch: Batch, step: int) -> None:
             )
 
 
-def _loss(objective: Objective, output: Output, batch: Batch) -> Loss:
-    """Return loss and metrics; ValueError unless each has one number for each group."""
+def _loss(objective: Objective, output: Output, batch: Batch, taken: Container[str]) -> Loss:
+    """Return loss and metrics; ValueError unless each has one number for each group.
+
+    Also if the name of a metric is `taken`: it would stand for something else.
+    """
     head = () if output.head is None else (output.head,)
-    returned = objective(output.logp, batch, *head)
     name = f"objective {type(objective).__name__}"
     shape = (len(batch),)
-    if not (isinstance(returned, tuple) and len(returned) == 2):
-        kind = type(returned).__name__
-        raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
-    loss, metrics = returned
+    match objective(output.logp, batch, *head):
+        case (loss, dict(metrics)):
+            pass
+        case other:
+            kind = type(other).__name__
+            raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
     for key, value in (("loss", loss), *metrics.items()):
-        if value.shape != shape:
+        if not isinstance(value, Tensor) or value.shape != shape:
+            is_tensor = isinstance(value, Tensor)
+            found = f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r:.80}"
             raise ValueError(
-                f"{name}: {key} has shape {tuple(value.shape)};"
-                f" it must be {shape}, a number for each group"
+                f"{name}: {key} {found}; it must be a tensor {shape}, a number for each group"
             )
+    for key in metrics:
+        if key in OWN or key in taken or key.startswith("eval/"):
+            raise ValueError(f"{name}: {key} is a metric of the run's own; return it as x/{key}")
     return loss, metrics
 
 

@@ -163,10 +163,15 @@ class Wrong(Objective):
     def __call__(self, logp: torch.Tensor, batch: Batch) -> Any:
         loss = logp.sum(-1)
         return {
+            "right": (loss.mean(1), {}),
             "a loss of each response": (loss, {}),
             "a single loss": (loss.mean(), {}),
             "no metrics": loss.mean(1),
             "a metric of each response": (loss.mean(1), {"mine": loss}),
+            "a number": (loss.mean(1), {"mine": 0.5}),
+            "the run's reward": (loss.mean(1), {"reward": loss.mean(1)}),
+            "the run's step": (loss.mean(1), {"step": loss.mean(1)}),
+            "an evaluation": (loss.mean(1), {"eval/sampled_reward": loss.mean(1)}),
         }[self.kind]
 
 
@@ -174,9 +179,13 @@ class Wrong(Objective):
     ("kind", "told"),
     [
         ("a loss of each response", r"loss has shape \(3, 4\); .* \(3,\), a number for each group"),
-        ("a single loss", r"loss has shape \(\); it must be \(3,\)"),
+        ("a single loss", r"loss has shape \(\); it must be a tensor \(3,\)"),
         ("no metrics", r"returned Tensor; it must return \(loss, metrics\)"),
         ("a metric of each response", r"mine has shape \(3, 4\)"),
+        ("a number", r"mine is 0.5; it must be a tensor \(3,\)"),
+        ("the run's reward", "reward is a metric of the run's own; return it as x/reward"),
+        ("the run's step", "step is a metric of the run's own"),
+        ("an evaluation", "eval/sampled_reward is a metric of the run's own"),
     ],
 )
 def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model, batch, kind, told):
@@ -184,6 +193,27 @@ def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model, batc
     t.setup = replace(t.setup, objective=Plugin(Wrong, {"kind": kind}))
     with pytest.raises(ValueError, match=f"objective Wrong.*{told}"):
         t.step(batch, 0)
+
+
+@dataclass(frozen=True)
+class InPlace(Objective):
+    """Changes its arguments, as code with PyTorch often does."""
+
+    def __call__(self, logp: torch.Tensor, batch: Batch) -> Any:
+        logp *= 2
+        batch.reward.sub_(batch.reward.mean(1, keepdim=True))
+        return (batch.reward * logp.sum(-1)).mean(1), {}
+
+
+def test_an_objective_that_changes_its_arguments_does_not_change_the_metrics(tiny_model, batch):
+    metrics = []
+    for cls in (Wrong, InPlace):
+        t = trainer(tiny_model)
+        options = {"kind": "right"} if cls is Wrong else {}
+        t.setup = replace(t.setup, objective=Plugin(cls, options))
+        metrics.append(t.step(batch, 1))
+    for name in ("reward", "kl", "log_ratio", "off_policy/ess"):
+        assert metrics[0][name] == metrics[1][name]
 
 
 def test_a_batch_needs_groups_of_one_size(groups):
