@@ -74,7 +74,13 @@ class PromptStream:
         for _ in range(PATIENCE):
             if len(chosen) == count:
                 return chosen
-            choice = self._selection.choose(count - len(chosen))
+            missing = count - len(chosen)
+            choice = self._selection.choose(missing)
+            if len(choice) != missing or any(p.id not in self._prompts for p in choice):
+                raise ValueError(
+                    f"selection {self._name}: choose({missing}) returned {len(choice)} prompts; it"
+                    f" must return exactly {missing} of the prompts that it was built with"
+                )
             chosen += [p for p in choice if not self._is_left_out(p.id)]
         return chosen
 
@@ -127,9 +133,14 @@ class PromptStream:
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
+        try:  # a copy: it is written while the selection goes on
+            state = json.loads(json.dumps(self._selection.state(), default=lambda x: x.item()))
+        except (TypeError, ValueError, AttributeError) as error:
+            told = f"selection {self._name}: its state is not plain JSON ({error})"
+            raise ValueError(f"{told}; return numbers, text, lists and dicts") from error
         cursor = Cursor(
             selection=self._name,
-            state=self._selection.state(),
+            state=state,
             outstanding=self._outstanding + self._again,
             data=self._data,
         )
@@ -159,7 +170,12 @@ class PromptStream:
     @cached_property  # a stream that is only checked needs none
     def _data(self) -> str:
         rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
-        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        try:
+            plain = json.dumps(rows, sort_keys=True)
+        except TypeError as error:
+            told = f"the columns of the task's prompts are not plain JSON ({error})"
+            raise ValueError(f"{told}; give them numbers, text, lists and dicts") from error
+        return hashlib.sha256(plain.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

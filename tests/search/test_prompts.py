@@ -59,6 +59,32 @@ def test_a_prompt_may_be_out_several_times():
     assert stream.cursor()["outstanding"] == []
 
 
+def test_columns_that_cannot_be_stored_are_refused():
+    prompts = [Prompt("a", "1", {"n": np.int64(3)})]
+    with pytest.raises(ValueError, match=r"not plain JSON .*int64"):
+        PromptStream(prompts, Cyclic(prompts, 0, None)).cursor()
+
+
+@pytest.mark.parametrize("chosen", [PROMPTS[:1], PROMPTS[:3], [Prompt("other", "x")] * 2])
+def test_a_selection_must_choose_as_many_of_its_prompts_as_it_is_asked_for(chosen, monkeypatch):
+    monkeypatch.setattr(Cyclic, "choose", lambda self, count: chosen)
+    with pytest.raises(ValueError, match=rf"Cyclic: choose\(2\) returned {len(chosen)} prompts"):
+        stream_of(Cyclic).take(2)
+
+
+def test_the_state_of_a_selection_is_copied_as_json(monkeypatch):
+    """It is written while the selection goes on, and may hold numbers of NumPy."""
+    state = {"chosen": np.int64(3), "learned": []}
+    monkeypatch.setattr(Cyclic, "state", lambda self: state)
+    stream = stream_of(Cyclic)
+    cursor = stream.cursor()
+    state["learned"].append("p1")
+    assert json.dumps(cursor["state"]) == '{"chosen": 3, "learned": []}'
+    state["chosen"] = {1, 2}
+    with pytest.raises(ValueError, match="Cyclic: its state is not plain JSON"):
+        stream.cursor()
+
+
 def test_difficulty_learns_from_tasks_in_flight_that_have_prompts_in_common():
     """Few prompts, several tasks in flight, answered in another order; then a resume."""
     prompts = PROMPTS[:3]
