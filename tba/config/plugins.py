@@ -34,6 +34,13 @@ from tba.config.tables import FILLED_IN, PLUGGED, Positive, Use
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
 KINDS = (*PLUGGED.values(), JUDGES)
+MEMBERS = {
+    "objectives": ("__call__", "head"),
+    "engines": ("generate", "defaults"),
+    "strategies": ("draw",),
+    "selections": ("choose", "restore"),
+}
+"""Some members of each kind, its own and inherited ones, by which a class of another is told."""
 
 
 Number = TypeVar("Number", bound=float)
@@ -106,7 +113,7 @@ def names(kind: str) -> list[str]:
 def find(kind: str, name: str) -> type:
     """Return the class called `name`; ValueError with the nearest name if there is none."""
     if "." in name:
-        return _on_path(name)
+        return _on_path(kind, name)
     check_name(kind, name)
     module = importlib.import_module(f"tba.{kind}.{name}")
     own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
@@ -125,7 +132,7 @@ def check_name(kind: str, name: str) -> None:
         )
 
 
-def _on_path(name: str) -> type:
+def _on_path(kind: str, name: str) -> type:
     hint = "write `package.module.Class`, with @dataclass above the class"
     module_name, _, class_name = name.rpartition(".")
     try:
@@ -134,6 +141,12 @@ def _on_path(name: str) -> type:
         raise ValueError(f"{name!r}: {error}; {hint}") from error
     if not is_plugin(value):
         raise ValueError(f"{name!r}: {module_name} has no such dataclass; {hint}")
+    for member in MEMBERS.get(kind, ()):
+        if member not in dir(value):
+            raise ValueError(
+                f"{name!r} is none of the {kind}: it has no {member}; see its base class and its"
+                " contract in docs/extending.md"
+            )
     cls: type = value
     return cls
 

@@ -42,6 +42,12 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "not a class": (
         "objectives", "tba_other.dataclass", {}, "'tba_other.dataclass': tba_other has no such",
     ),
+    "no objective": (
+        "objectives", "tba_other.Mine", {}, "'tba_other.Mine' is none of the objectives: it has no",
+    ),
+    "no strategy": ("strategies", "tba_other.Mine", {}, "none of the strategies: it has no draw"),
+    "no selection": ("selections", "tba_other.Mine", {}, "is none of the selections: it has no"),
+    "no engine": ("engines", "tba_other.Mine", {}, "is none of the engines: it has no generate"),
     "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `pa"),
     "unknown option": (
         "objectives", "ppo", {"bta": 0.1},
