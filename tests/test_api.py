@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -242,6 +243,24 @@ def test_a_run_on_rows_from_python_goes_on_from_the_command_line(tiny_model, tmp
     tba.train(settings, data=ROWS)
     assert evaluate_run(folder, [], False)["prompts"] == 2
     assert carry_out(_config(["run.steps=3"], folder), folder).steps == 3
+
+
+def test_what_a_stopped_run_tells_to_type_resumes_it(tiny_model, tmp_path, capsys, monkeypatch):
+    """The function is not stored, so that the command line could not go on."""
+
+    def stopping(completions: list[str]) -> list[float]:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:  # the second would end all
+            signal.raise_signal(signal.SIGINT)
+        return [1.0] * len(completions)
+
+    settings = config(tiny_model, tmp_path / "my run", "log.console=plain")
+    result = tba.train(settings, data=ROWS, held_out_data=EVALUATED, reward=stopping)
+    assert not result.summary.finished
+    told = re.findall(r"resume +(.*)", capsys.readouterr().out)[-1]
+    with pytest.raises(ValueError, match=re.escape(f"continue it with `{told}`, remove it")):
+        tba.train(settings, data=ROWS, reward=stopping)
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    assert eval(told.replace("…", "stopping")).summary.finished
 
 
 def test_such_a_run_is_exported_and_reported(trained, tmp_path):

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from tba.config.schema import Config
-from tba.runs.log import SUMMARY
+from tba.runs.log import SUMMARY, resumes
 from tba.runs.metrics import EACH_REWARD, shown
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line comes before that
@@ -110,7 +110,7 @@ class Console:
         if s.ended:
             rows["ended by"] = f"{s.ended}; --step best is the best checkpoint"
         if not s.finished:
-            rows["resume"] = f"tba train --resume {quote(str(folder))}"
+            rows["resume"] = resumes(folder)
         rows["summary"] = str(folder / SUMMARY)
         rows["report"] = f"tba report {quote(str(folder))}"
         warnings = [f"  {'warning':<20} {text}" for text in s.warnings]

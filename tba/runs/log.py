@@ -98,9 +98,17 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
 
 
+def resumes(run: Path) -> str:
+    """Return what to type to resume a run: reward functions from Python must be passed again."""
+    task = (read_optional(run / CONFIG) or {}).get("task", {})
+    if task.get("use") == "custom" and not task.get("reward"):
+        return f"tba.train({{}}, resume={str(run)!r}, reward=…)"
+    return f"tba train --resume {quote(str(run))}"
+
+
 def continues(run: Path) -> str:
     """Return the beginning of a sentence: what to type to continue a run."""
-    return f"`tba train --resume {quote(str(run))}` continues from"
+    return f"`{resumes(run)}` continues from"
 
 
 def check_unused(run: Path) -> None:
@@ -108,7 +116,7 @@ def check_unused(run: Path) -> None:
     if is_run(run):
         is_saved = any((run / CHECKPOINTS).glob("step-*"))
         named = quote(str(run))
-        resume = f"continue it with --resume {named}, " if is_saved else "it has no checkpoint: "
+        resume = f"continue it with `{resumes(run)}`, " if is_saved else "it has no checkpoint: "
         raise ValueError(
             f"run.folder = {str(run)!r} holds a run already; {resume}remove it (`rm -r {named}`),"
             " or choose another folder"
