@@ -98,6 +98,11 @@ class Completion(Response):
     switches: tuple[tuple[int, int], ...] = ()
     marks: UInt8[np.ndarray, " T"] | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logp):  # the buffer would read other numbers than it wrote
+            counts = f"{len(self.tokens)} tokens and {len(self.logp)} log-probs"
+            raise ValueError(f"a completion has {counts}; an engine gives one for each token")
+
     def shortened(self, limit: int) -> "Completion":
         """Return it as it is with this limit of tokens."""
         if len(self.tokens) <= limit:

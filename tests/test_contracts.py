@@ -380,6 +380,12 @@ def test_objective_survives_a_policy_far_away(objective, batch, logp, head, othe
 # Engines
 
 
+def test_a_completion_has_a_log_prob_for_each_token():
+    """The buffer would read the reference's log-probs from where more were written."""
+    with pytest.raises(ValueError, match="3 tokens and 4 log-probs"):
+        Completion(np.zeros(3, np.int32), np.zeros(4, np.float32), True, 0)
+
+
 @pytest.fixture(scope="module")
 def text(wide_model: Path) -> Tokenizer:
     return load_text(PolicyTable(model=str(wide_model)))

@@ -120,17 +120,18 @@ def _call(function: Callable[..., Any], target: Any, row: dict[str, Any]) -> Any
 def _as_json(returned: Any) -> float | dict[str, float] | None:
     """Return a reward, rewards by name, or None. TypeError for anything else."""
     if isinstance(returned, dict):
-        return {str(name): _number(value) for name, value in returned.items()}
-    return None if returned is None else _number(returned)
+        return {str(name): _number(value, returned) for name, value in returned.items()}
+    return None if returned is None else _number(returned, returned)
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, returned: Any) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise TypeError(f"rollout returned {value!r:.200}; it must return a number, a dict, or None")
+    told = f"rollout returned {returned!r:.200}"
+    raise TypeError(f"{told}; it must return a number, a dict of numbers, or None")
 
 
 def _load(rollout: str) -> Callable[..., Any]:

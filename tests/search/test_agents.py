@@ -1,6 +1,7 @@
 """Programs that talk to the policy over HTTP: sessions, forks, faults, and whole runs."""
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from tba.assemble import run
 from tba.learn.plan import Contexts, cut
 from tba.runs.setup import check
 from tba.search import process
+from tba.search.agent_child import _as_json
 from tba.search.agents import Agents, Endpoint, Live
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
 from tba.search.result import Responses
@@ -75,6 +77,13 @@ def test_a_program_that_fails_costs_its_sample(kind, reason, agent, held):
     assert rejected == ({reason: 2} if reason else {})
     again = searcher.search(searcher.setup.held_out, seed=1)  # the next sessions are held
     assert [len(g.trajectories) for g in again.groups] == [2, 2]
+
+
+@pytest.mark.parametrize("returned", [{"reward": 1.0, "calls": None}, "1"])
+def test_what_a_program_must_not_return_is_told_whole(returned):
+    told = f"rollout returned {returned!r}; it must return a number, a dict of numbers, or None"
+    with pytest.raises(TypeError, match=re.escape(told)):
+        _as_json(returned)
 
 
 def test_what_cannot_be_done_is_refused_in_a_sentence(agent, held):
