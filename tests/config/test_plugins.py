@@ -23,6 +23,11 @@ class Mine:
     "A plug-in of someone else's."
     sizes: tuple[int, ...]
     beta: float = 0.5
+    head = None
+    def __call__(self): ...
+
+@dataclass
+class Nothing: ...
 
 class NotOne: ...
 """
@@ -43,11 +48,12 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "tba_other.dataclass", {}, "'tba_other.dataclass': tba_other has no such",
     ),
     "no objective": (
-        "objectives", "tba_other.Mine", {}, "'tba_other.Mine' is none of the objectives: it has no",
+        "objectives", "tba_other.Nothing", {},
+        "'tba_other.Nothing' is none of the objectives: it has no __call__",
     ),
     "no strategy": ("strategies", "tba_other.Mine", {}, "none of the strategies: it has no draw"),
-    "no selection": ("selections", "tba_other.Mine", {}, "is none of the selections: it has no"),
-    "no engine": ("engines", "tba_other.Mine", {}, "is none of the engines: it has no generate"),
+    "no selection": ("selections", "tba_other.Mine", {}, "none of the selections: it has no"),
+    "no engine": ("engines", "tba_other.Mine", {}, "none of the engines: it has no generate"),
     "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `pa"),
     "unknown option": (
         "objectives", "ppo", {"bta": 0.1},
