@@ -125,6 +125,7 @@ class Checkpoints:
         own_folder(self._folder).mkdir(exist_ok=True)  # without parents: a run may be moved away
         remove(aside)
         aside.mkdir()
+        made = aside.stat()
         write_trainer = trainer.save(aside)
         write_buffer = buffer.save(aside)
         copied = time.perf_counter()
@@ -135,6 +136,8 @@ class Checkpoints:
                 write_buffer()
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
+                if not os.path.samestat(made, aside.stat()):  # `save_pretrained` makes parents
+                    raise FileNotFoundError(f"{self._folder} was moved or removed meanwhile")
                 _commit(aside, target)
                 _prune(target, self._keep, beside)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
