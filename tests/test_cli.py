@@ -1,7 +1,6 @@
 """The command line: what it prints, and the mistakes that it refuses before anything starts."""
 
 import json
-import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,11 +163,3 @@ def test_list_tells_every_plugin_and_table(command):
 )
 def test_list_tells_options_and_keys(name, said, command):
     assert said in command("list", name).out
-
-
-def test_the_package_is_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["tba", "--version"])
-    with pytest.raises(SystemExit):
-        runpy.run_module("tba", run_name="__main__")
-    assert capsys.readouterr().out == f"tba {tba.__version__}\n"

@@ -19,7 +19,6 @@ LEVELS = [
     {"studies", "doctor"},
     {"report"},
     {"cli"},
-    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 PLUGINS = {"objectives", "strategies", "engines", "tasks", "selections"}

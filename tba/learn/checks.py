@@ -1,6 +1,6 @@
-"""Checks of a policy before its first step, and the programs that its layers are compiled to."""
+"""Checks of a policy before its first step, and of losses; programs that layers are compiled to."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,11 @@ from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.plan import Layout
 from tba.learn.policy import Policy, token_logp
 from tba.models.cache import check_logits, takes_masks
+from tba.objectives import Loss
 from tba.types import TokenBatch, collate_tokens
 
+OWN = ("loss", "step", "time", "requested")
+"""Names in a row of metrics that an objective cannot give to its own."""
 SHORT = 16
 """Tokens of a short response."""
 
@@ -122,3 +125,29 @@ def _warm_up_batch(policy: Policy, context: int, shorter: int) -> TokenBatch:
     prompts = [rng.integers(vocabulary, size=n, dtype=np.int32) for n in (PROMPT, shorter)]
     responses = rng.integers(vocabulary, size=(2, SAMPLES, tokens), dtype=np.int32)
     return collate_tokens(prompts, [list(group) for group in responses])
+
+
+def checked_loss(objective: str, returned: Any, groups: int, taken: Container[str]) -> Loss:
+    """Return the loss and the metrics that an objective returned; ValueError if one is wrong.
+
+    Each has one number for each of the groups. A metric's name is not `taken` by another.
+    """
+    name = f"objective {objective}"
+    shape = (groups,)
+    match returned:
+        case (loss, dict(metrics)):
+            pass
+        case _:
+            kind = type(returned).__name__
+            raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
+    for key, value in (("loss", loss), *metrics.items()):
+        if not isinstance(value, Tensor) or value.shape != shape:
+            is_tensor = isinstance(value, Tensor)
+            found = f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r:.80}"
+            raise ValueError(
+                f"{name}: {key} {found}; it must be a tensor {shape}, a number for each group"
+            )
+    for key in metrics:
+        if key in OWN or key in taken or key.startswith("eval/"):
+            raise ValueError(f"{name}: {key} is a metric of the run's own; return it as x/{key}")
+    return loss, metrics

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,22 +17,20 @@ from tba.config.schema import Config
 from tba.config.tables import FsdpTable
 from tba.engines import engine_in_bf16
 from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
-from tba.learn.checks import check_lengths, warm_up
+from tba.learn.checks import check_lengths, checked_loss, warm_up
 from tba.learn.optimizer import build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy
 from tba.models.cache import compile_layers, enable_gradient_checkpointing, takes_masks
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
-from tba.objectives import Loss, Objective, kl_k3, total
+from tba.objectives import Objective, kl_k3, total
 from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
 from tba.weights import Direct, Probe, Sent, Transport, published, trained
 
 MOST_K3 = 10.0
 """Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
-OWN = ("loss", "step", "time", "requested")
-"""Names in a row of metrics that an objective cannot give, beside those of `_group_metrics`."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,9 @@ class SingleTrainer:
         tokens = int(batch.mask.sum()) / len(batch)
         # first: an objective may change its arguments in place
         metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
-        loss, extras = _loss(objective, output, moved, metrics)
+        head = () if output.head is None else (output.head,)
+        returned = objective(output.logp, moved, *head)
+        loss, extras = checked_loss(type(objective).__name__, returned, len(moved), metrics)
         (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
         return Ran({"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding)
 
@@ -300,33 +300,6 @@ def _check_finite(batch: Batch, step: int) -> None:
             raise NotFinite(
                 f"step {step}: {name} of the batch is not finite; fix the reward or the engine"
             )
-
-
-def _loss(objective: Objective, output: Output, batch: Batch, taken: Container[str]) -> Loss:
-    """Return loss and metrics; ValueError unless each has one number for each group.
-
-    Also if the name of a metric is `taken`: it would stand for something else.
-    """
-    head = () if output.head is None else (output.head,)
-    name = f"objective {type(objective).__name__}"
-    shape = (len(batch),)
-    match objective(output.logp, batch, *head):
-        case (loss, dict(metrics)):
-            pass
-        case other:
-            kind = type(other).__name__
-            raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
-    for key, value in (("loss", loss), *metrics.items()):
-        if not isinstance(value, Tensor) or value.shape != shape:
-            is_tensor = isinstance(value, Tensor)
-            found = f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r:.80}"
-            raise ValueError(
-                f"{name}: {key} {found}; it must be a tensor {shape}, a number for each group"
-            )
-    for key in metrics:
-        if key in OWN or key in taken or key.startswith("eval/"):
-            raise ValueError(f"{name}: {key} is a metric of the run's own; return it as x/{key}")
-    return loss, metrics
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
