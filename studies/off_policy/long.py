@@ -150,6 +150,7 @@ OTHERS = brief(
     },
     conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 64, 256)},
     seconds=20,
+    rates=(3e-6, *MIDDLE),
 )
 ALPHA = brief(
     name="alpha",
