@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
 from tba.models import model_path
-from tba.models.template import render
+from tba.models.template import Roles, arguments_in, render
 from tba.prompt import Answer, Message, Prompt
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
@@ -51,7 +51,7 @@ class Tokenizer:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `policy.chat_template_kwargs`."""
 
-    def encode(self, prompt: Prompt) -> np.ndarray:
+    def encode(self, prompt: Prompt, checked: Roles = None) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
         if isinstance(prompt.text, str):
             ids = self._open(prompt.text)
@@ -62,7 +62,10 @@ class Tokenizer:
             )
         else:
             with about(f"prompt {prompt.id!r}"):
-                ids = self.tokens(self.render(prompt.text)).tolist() if prompt.text else []
+                template = str(self.tokenizer.chat_template)
+                own = arguments_in(prompt.columns, template) if checked is None else {}
+                rendered = self.render(prompt.text, own, checked) if prompt.text else ""
+                ids = self.tokens(rendered).tolist()
         if not ids or not prompt.text:
             raise ValueError(
                 f"prompt {prompt.id!r} is empty, without a token; remove the row, or add text"
@@ -95,9 +98,9 @@ class Tokenizer:
         self.check_known(tokens, "the chat")
         return tokens
 
-    def render(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
+    def render(self, messages: Sequence[Message], own: Mapping[str, Any], checked: Roles) -> str:
         """Return a chat as text, as `template.render` does."""
-        return render(self.tokenizer, messages, {**self.template_kwargs, "tools": tools})
+        return render(self.tokenizer, messages, {**self.template_kwargs, **own}, checked)
 
     def decode(self, tokens: np.ndarray) -> str:
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)

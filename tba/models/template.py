@@ -1,19 +1,57 @@
-"""Chats as text: what a tokenizer's chat template makes of messages."""
+"""Chats as text: what a tokenizer's chat template makes of messages, and what it leaves out."""
 
 import faulthandler
+import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from threading import Lock
 from typing import Any
+
+from tba.config.errors import about
+from tba.prompt import Message, Prompt
 
 SECONDS = 20
 """Longest time that one chat may take, after which the process ends."""
 ALONE = Lock()
 """Of the thread that uses a chat template: a process has one limit of time."""
-AS_CODE = re.compile(r"""['"]text['"]: ?['"]""")
-"""A list of parts that a template has shown as Python or JSON writes it."""
+AS_JSON = re.compile(r'"text": ?"(?:[^"\\]|\\.)*\ufdd0')
+"""A marked part of a message that a template shows as JSON."""
+ROLES = {"developer": "system", "function": "tool", "human": "user", "gpt": "assistant"}
+"""Other names of roles, which few chat templates know."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a reply's thoughts, which OpenAI's messages do not have, and programs may leave out."""
+THINKS = re.compile(r"</think|reasoning_content|[.'\"]thinking")
+"""Sign of a template that knows thoughts: it leaves out thoughts of earlier turns by design."""
+ARGUMENTS = ("chat_template_kwargs", "tools", "documents")
+"""Columns that are arguments of the chat template, in the conventions of TRL and transformers."""
+CONVENTIONS = {
+    *ARGUMENTS, "add_generation_prompt", "audio", "chat_template", "continue_final_message",
+    "conversations", "enable_thinking", "functions", "history", "image", "images", "messages",
+    "reasoning_effort", "system", "system_prompt", "videos",
+}  # fmt: skip
+"""Columns that look as if they decide how a row is shown, as others do in axolotl's data."""
+Roles = Container[str] | None
+"""Roles of messages that must be shown whole; None: all."""
+Lost = list[tuple[int, str]]
+"""Places of messages, and their keys."""
+
+
+def decoded(value: Any) -> Any:
+    """Return the table or the list that a text is as JSON; anything else as it is."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value, str) and isinstance(read := json.loads(value), dict | list):
+            return read
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without the keys that have no value, which Parquet adds."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def text_of(content: Any) -> str:
@@ -27,39 +65,160 @@ def text_of(content: Any) -> str:
     return "".join(part["text"] for part in content)
 
 
+def normalised(message: Any) -> dict[str, Any]:
+    """Return a message in the form that chat templates of transformers 5 expect.
+
+    What has no value is absent, and JSON of a table is the table. ValueError for what is not a
+    message, or says nothing.
+    """
+    full = without_nulls(message) if isinstance(message, Mapping) else {}
+    plain = {name: value for name, value in full.items() if value not in ("", [], {})}
+    old = [plain.pop("function_call")] if "function_call" in plain else []  # OpenAI, before tools
+    calls = decoded(plain.pop("tool_calls", old))
+    thoughts = next(filter(None, [text_of(plain.pop(name, "")) for name in THOUGHTS]), "")
+    content = full.get("content", "" if calls or thoughts else None)
+    if not isinstance(content, str | list) or not isinstance(role := plain.get("role"), str):
+        told = reprlib.repr(message)
+        raise ValueError(f"a message is no table with `role` and `content` as text: {told}")
+    if not isinstance(calls, list):
+        raise ValueError(f"tool_calls = {calls!r} cannot be read: give a list of calls")
+    text_of(content)  # raises for images
+    plain |= {"role": ROLES.get(role, role), "content": content}
+    plain |= {THOUGHTS[0]: thoughts} if thoughts else {}
+    return plain | ({"tool_calls": list(map(_call, calls))} if calls else {})
+
+
+def _call(call: Any) -> dict[str, Any]:
+    match call := decoded(call):
+        case {"function": {"name": str(name), **given}} | {"name": str(name), **given}:
+            arguments = decoded(given.get("arguments", given.get("parameters")) or {})
+            if not isinstance(arguments, dict):
+                raise ValueError(f"arguments of a call of {name!r} must be the JSON of a table")
+            own = {"id": call["id"]} if "id" in call else {}
+            return {"type": "function", **own, "function": {"name": name, "arguments": arguments}}
+    raise ValueError("a call of a tool has no function with `name` and `arguments`")
+
+
+def with_names(messages: Sequence[Message]) -> Iterator[Message]:
+    """Return messages in which results of tools have the name of the tool that was called."""
+    names: dict[str, str] = {}
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        name = names.get(message.get("tool_call_id", ""))
+        yield message if name is None else {"name": name, **message}
+
+
+def arguments_in(columns: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row has; ValueError for an unknown one."""
+    given = without_nulls(decoded(columns.get(ARGUMENTS[0]) or {}))
+    if not isinstance(given, dict) or not all(name in template for name in given):
+        raise ValueError(f"{ARGUMENTS[0]} = {given!r}: the chat template has no such argument")
+    for name in ARGUMENTS[1:]:
+        value = decoded(columns.get(name))
+        tables = [without_nulls(decoded(each)) for each in value] if isinstance(value, list) else []
+        if tables and name in template and all(isinstance(table, dict) for table in tables):
+            given[name] = list(map(_tool, tables)) if name == "tools" else tables
+    return given
+
+
+def _tool(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = decoded(table.get("function", table))
+    if not isinstance(function, dict) or "parameters" not in function:
+        return table
+    parameters = decoded(function["parameters"])
+    return {"type": "function", "function": {**function, "parameters": parameters}}
+
+
+def unread(prompts: Sequence[Prompt], template: str, tools: Any) -> list[str]:
+    """Return the columns that look as if they decide how a row is shown, and do not.
+
+    They do not where a prompt is text, or the task has `tools`.
+    """
+    found: set[str] = set()
+    for prompt in prompts:
+        is_chat = tools is None and not isinstance(prompt.text, str)
+        read = {ARGUMENTS[0], *arguments_in(prompt.columns, template)} if is_chat else set()
+        for name in CONVENTIONS.intersection(prompt.columns) - read - found:
+            value = decoded(prompt.columns[name])
+            shown = repr(value)[1:-1] if isinstance(value, str | list) else str(value)
+            if value not in (None, "", [], {}) and shown not in repr(prompt.text):
+                found.add(name)
+    return sorted(found)
+
+
 def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], checked: Roles = None
 ) -> str:
     """Return a chat as text, up to where the policy begins its turn, or goes on with it.
 
-    It goes on with a last message of its own. Content is given to the chat template as it is, a
-    text or a list of parts, unless the template shows only the other. ValueError if it cannot
-    show the chat at all.
+    It goes on with a last message of its own. Contents are given to the chat template as they are,
+    as lists of parts, or as text, and arguments of calls as tables or as JSON: in the first form of
+    which it shows the most. ValueError if it refuses all, or leaves out a part of a message whose
+    role is `checked`.
     """
-    for message in messages:
-        match message:
-            case {"role": "assistant"} | {"role": str(), "content": str() | list()}:
-                continue
-        told = reprlib.repr(message)
-        raise ValueError(f"a message is no table with `role` and `content` as text: {told}")
     if messages[-1] == {"role": "assistant", "content": ""}:  # a turn that is not begun
         messages = messages[:-1]
-    plain = not any(isinstance(m.get("content"), list) for m in messages)
-    texts = list(map(_as_text, messages))
-    parts = list(map(_as_parts, messages))
-    contents = [m.get("content") or [] for m in (parts[-1:] if plain else parts)]
-    for chat in (messages, parts):
-        with suppress(Exception):  # the template is code from outside
-            rendered = _rendered(tokenizer, chat, options)
-            as_code = AS_CODE.search(rendered) and not (plain and chat is messages)
-            shown = all(p["text"].strip() in rendered for content in contents for p in content)
-            if shown and not as_code:
-                return rendered
+    chat: list[Message] = []
+    for place, message in enumerate(messages, 1):
+        with about(f"message {place}"):
+            chat.append(normalised(message))
+    chat = list(with_names(chat))
+    shown: list[tuple[Lost, str]] = []
+    refusals = []
+    for form in (dict, _as_parts, _as_text, _as_json):
+        try:
+            rendered = _rendered(tokenizer, list(map(form, chat)), options)
+            shown.append((_lost(tokenizer, chat, options, form), rendered))
+        except Exception as error:  # the template is code from outside
+            refusals.append(str(error).partition("\n")[0])
+        if shown and not shown[-1][0]:
+            break
+    if not shown:  # such as a system message where there is no such role
+        raise ValueError(f"the tokenizer's chat template refuses it: {refusals[0]}")
+    lost, rendered = min(shown, key=lambda each: len(each[0]))
+    for place, key in lost:
+        role = chat[place]["role"]
+        if checked is None or (role in checked and key != "name"):
+            told = f"message {place + 1} ({role}): the chat template leaves out its {key}"
+            raise ValueError(f"{told}; write it into a message that is shown, or use another model")
+    return rendered
+
+
+def _lost(
+    tokenizer: Any, chat: Sequence[Message], options: Mapping[str, Any], form: Callable[..., Any]
+) -> Lost:
+    """Return what a chat template leaves out, by marks. ValueError for what it shows as code."""
+    marks: dict[str, tuple[int, str]] = {}
+
+    def marked(value: Any, *place: Any, name: str = "") -> Any:
+        match value:
+            case dict():
+                return {own: marked(each, *place, name=own) for own, each in value.items()}
+            case list():
+                return [marked(each, *place) for each in value]
+        if value in (None, "") or name in ("type", "id"):
+            return value
+        marks[mark := f"\ufdd0{len(marks)}\ufdd1"] = place
+        return f"{value}{mark}"
+
+    given = []
+    for place, message in enumerate(chat):
+        said = ("content", "tool_calls", THOUGHTS[0], *["name"] * (message["role"] != "tool"))
+        own = {key: marked(message[key], place, key) for key in said if key in message}
+        given.append(form({**message, **own}))
     try:
-        return _rendered(tokenizer, texts, options)
-    except Exception as error:  # such as a system message where there is no such role
-        why = str(error).partition("\n")[0]
-        raise ValueError(f"the tokenizer's chat template refuses it: {why}") from error
+        text = _rendered(tokenizer, given, options)
+    except Exception:  # it depends on what messages say
+        return []
+    has_parts = any(isinstance(message["content"], list) for message in given)
+    if (has_parts and AS_JSON.search(text)) or "\\ufdd1'" in text:
+        raise ValueError("it shows a list or a table as code")
+    text = text.replace("\\ufdd0", "\ufdd0").replace("\\ufdd1", "\ufdd1")
+    lost = [place for mark, place in marks.items() if mark not in text]
+    if THINKS.search(str(tokenizer.chat_template)):
+        lost = [at for at in lost if at[1] != THOUGHTS[0] or at[0] == len(chat) - 1]
+    return lost
 
 
 @contextmanager
@@ -91,14 +250,19 @@ def _rendered(
     return chat
 
 
-def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its parts joined."""
-    content = message.get("content")
-    return {**message, "content": text_of(content)} if isinstance(content, list) else message
+def _as_text(message: Message) -> Message:
+    return {**message, "content": text_of(message["content"])}
 
 
-def _as_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its text as a list of one part."""
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}]
-    return {**message, "content": parts} if isinstance(content, str) else message
+def _as_parts(message: Message) -> Message:
+    content = message["content"]
+    is_text = isinstance(content, str)
+    return {**message, "content": [{"type": "text", "text": content}] if is_text else content}
+
+
+def _as_json(message: Message) -> Message:
+    """Return a message as text, with the arguments of its calls as JSON."""
+    own = deepcopy(dict(_as_text(message)))
+    for function in [call["function"] for call in own.get("tool_calls", ())]:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return own

@@ -27,6 +27,7 @@ from tba.models.pretrained import (
     load_empty_model,
     load_text,
 )
+from tba.models.template import unread
 from tba.prompt import Prompt
 from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
@@ -311,6 +312,9 @@ def read_prompts(
     used = [*prompts, *held_out]
     is_cut = task.program is not None  # the program reads the row
     tokens = text.encode_all(used, config.sampling.max_tokens, encode, is_cut)
+    for name in unread(() if is_cut else used, str(text.tokenizer.chat_template), task.tools):
+        told = "the column %r is not in the prompt; name it in task.prompt, or rename it"
+        log.warning(told, name)
     together = list(zip(used, tokens, strict=True))
     encoded = together[: len(prompts)]
     evaluated = together[len(prompts) :]

@@ -5,14 +5,14 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from tba.config.errors import about
 from tba.models.pretrained import Encode, Tokenizer, before_stop
-from tba.models.template import text_of
+from tba.models.template import Roles, normalised, text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import Completion, Trajectory
@@ -62,7 +62,7 @@ class Chat:
     """JSON schema of each tool, by its name."""
 
     def __post_init__(self) -> None:
-        self.encode(Prompt("", "?"))
+        self.text.tokens(self._rendered(self.opening(Prompt("", "?"))))
         if not self.schemas:
             return
         if "?" not in self._after_turn(QUESTION, [{"role": "tool", "name": "f", "content": "?"}]):
@@ -83,7 +83,7 @@ class Chat:
         """Return the messages of a prompt with the tools; an observation ends that of the user."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
         if not isinstance(prompt.text, str):
-            messages = [dict(message) for message in prompt.text]
+            messages = list(map(normalised, prompt.text))
         asked = next((m for m in messages[::-1] if m["role"] != "assistant"), messages[-1])
         if observation and isinstance(asked["content"], list):
             asked["content"] = [*asked["content"], {"type": "text", "text": observation}]
@@ -104,7 +104,8 @@ class Chat:
     def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
         """Return the tokens of a prompt with the tools, and with an observation."""
         with about(f"prompt {prompt.id!r}"):
-            return self.text.tokens(self._rendered(self.opening(prompt, observation)))
+            opening = self._as_shown(self.opening(prompt, observation))
+            return self.text.tokens(self._rendered(opening, roles=None))
 
     def reply(
         self, last: int, results: Sequence[Message], before: Sequence[Message] = QUESTION
@@ -176,7 +177,8 @@ class Chat:
 
     def rendered(self, messages: Sequence[Message]) -> str:
         """Return a whole chat as text; where a template has no tools, their calls are text."""
-        return self._rendered(self._as_shown(_joined(self.described(messages))))
+        shown = self._as_shown(_joined(self.described(messages)))
+        return self._rendered(shown, roles=("system", "user", "tool"))
 
     def written(self, turn: Message) -> str:
         """Return a turn with its calls as the policy would write it.
@@ -218,18 +220,18 @@ class Chat:
             if message.get("tool_calls") and not self.describes_tools:
                 message = _with_calls(message)
             if role == "tool" and not self.describes_tools:
-                content = f"<tool_response>\n{message.get('content')}\n</tool_response>"
+                content = f"<tool_response>\n{text_of(message['content'])}\n</tool_response>"
                 if chat and chat[-1]["role"] == "user":
-                    content = f"{chat.pop()['content']}\n{content}"
+                    content = f"{text_of(chat.pop()['content'])}\n{content}"
                 message = {"role": "user", "content": content}
             chat.append(message)
         return chat
 
-    def _rendered(self, messages: Sequence[Message], tools: bool = True) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: bool = True, roles: Roles = ()) -> str:
         """Return a chat as text, up to where the policy goes on."""
         schemas = list(self.schemas.values()) if tools and self.schemas else None
         try:
-            return self.text.render(messages, schemas)
+            return self.text.render(messages, {"tools": schemas}, roles)
         except ValueError as error:
             raise ValueError(
                 f"{error}; use a model whose template takes a system message, and messages after"
@@ -262,6 +264,7 @@ def encoder(text: Tokenizer, task: Task) -> Encode:
     if task.program is not None:
         with about("task.rollout"):
             Chat(text, {})
+        return partial(text.encode, checked=())  # the program makes its own requests
     return text.encode if task.tools is None else chat_of(text, task.tools).encode
 
 
@@ -300,7 +303,8 @@ def _with_calls(message: Message) -> Message:
     """Return a turn with its calls as the policy writes them."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return {"role": message["role"], "content": "\n".join([message["content"], *written]).strip()}
+    content = "\n".join([text_of(message["content"]), *written]).strip()
+    return {"role": message["role"], "content": content}
 
 
 def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tba.models.template import text_of
+from tba.models.template import THOUGHTS as THOUGHTS
+from tba.models.template import normalised, text_of, with_names
 from tba.prompt import Message
 from tba.search.chat import Chat
 from tba.types import NOTHING, Completion, Turn, joined
@@ -35,8 +36,6 @@ REPLY = ("role", "content", "tool_calls")
 """Keys of a reply that say something; clients add others."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages; chat templates leave out others without a word."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a reply's thoughts, which OpenAI's messages do not have, and programs may leave out."""
 
 
 @dataclass(frozen=True)
@@ -252,32 +251,12 @@ class Turns:
 
 
 def readable(message: Mapping[str, Any]) -> Message:
-    """Return a message for chat templates: no nulls, arguments of calls as objects.
-
-    ValueError for a message that is none.
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError("a message is no object with `role` and `content`")
-    if message["role"] not in ROLES:
-        raise ValueError(f"role = {message['role']!r} is none of {', '.join(ROLES)}")
-    plain = {name: value for name, value in message.items() if value is not None}
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    plain["content"] = text_of(plain.get("content"))
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_as_call(call) for call in plain["tool_calls"]]
-    else:
-        plain.pop("tool_calls", None)
-    return plain
-
-
-def with_names(messages: Sequence[Message]) -> Iterator[Message]:
-    """Return messages in which results of tools have the name of the tool that was called."""
-    names: dict[str, str] = {}
-    for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        name = names.get(message.get("tool_call_id", ""))
-        yield message if name is None else {"name": name, **message}
+    """Return a message for chat templates, with its content as text. ValueError if it is none."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role is not None and role not in ROLES:
+        raise ValueError(f"role = {role!r} is none of {', '.join(ROLES)}")
+    plain = normalised(message)
+    return {**plain, "content": text_of(plain["content"])}
 
 
 def said_in(message: Message) -> Said:
@@ -301,17 +280,3 @@ def _is_kept(exchange: Exchange, rendered: str) -> bool:
 def squeezed(text: str) -> str:
     """Return a text without white space."""
     return "".join(text.split())
-
-
-def _as_call(call: Any) -> dict[str, Any]:
-    """Return a call of a tool as chat templates have it."""
-    match call:
-        case {"function": {"name": str(name), "arguments": arguments}}:
-            if isinstance(arguments, str):
-                try:
-                    arguments = json.loads(arguments)
-                except ValueError as error:
-                    raise ValueError(f"arguments of a call of {name!r} are no JSON") from error
-            function = {"name": name, "arguments": arguments}
-            return {"type": "function", "id": call.get("id", ""), "function": function}
-    raise ValueError("a call of a tool has no function with `name` and `arguments`")

@@ -6,7 +6,9 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from tba.config.errors import about
 Rows = list[dict[str, Any]]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SPLITS = re.compile(r"(?:^|\+)\s*([\w.-]+)")
+"""A name of a split in text such as `train[:100]+test`."""
 
 
 def rows(
@@ -33,12 +37,11 @@ def rows(
     A file is one split; a folder holds `<split>.jsonl` and so on. Of a hub data set, only these
     `columns` are taken, if given: others may be large, such as tokens.
     """
-    path = Path(source).expanduser()
     try:
-        if path.is_dir():
-            path = _split_file(path, split)
-        is_local = path.exists() or source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
-        table = _from_file(path) if is_local else _from_hub(source, subset, split, columns)
+        if is_local(source):
+            table = _sliced(split, partial(_from_local, Path(source).expanduser()))
+        else:
+            table = _from_hub(source, subset, split, columns)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
@@ -46,6 +49,32 @@ def rows(
             f" give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"
         ) from error
     return checked(f"{key} = {source!r}", table, required)
+
+
+def is_local(source: str) -> bool:
+    """Return whether data are a file or a folder, which need not exist, and no hub name."""
+    named = source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
+    return named or Path(source).expanduser().exists()
+
+
+def split_of(source: str, given: str | None, default: str) -> str:
+    """Return the split to read. ValueError for a file, which has no other than the default."""
+    if Path(source).expanduser().is_file() and {*SPLITS.findall(given or "")} - {"train", default}:
+        told = f"the file {source!r} has no split {given!r}; remove it, or give a part of the file"
+        raise ValueError(f"{told}, such as train[:100]")
+    return given or default
+
+
+def _sliced(split: str, read: Callable[[str], Rows]) -> Rows:
+    """Return the rows of a split, or of parts such as `train[:50%]`, as `datasets` writes them."""
+    if split.isidentifier():
+        return read(split)
+    from datasets import ReadInstruction
+
+    tables = {name: read(name) for name in SPLITS.findall(split)}
+    sizes = {name: len(table) for name, table in tables.items()}
+    parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [row for part in parts for row in tables[part.splitname][part.from_ : part.to]]
 
 
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
@@ -107,17 +136,23 @@ def _plain(values: Sequence[Any]) -> list[Any]:
 def _of_numpy(value: Any) -> Any:
     """Return a scalar or an array of numpy as plain values; TypeError for anything else."""
     is_numpy = isinstance(value, np.generic | np.ndarray)
+    if is_numpy and value.dtype in (np.float16, np.float32):  # 0.1, not 0.10000000149011612
+        value = value.astype(str).astype(float)
     if is_numpy and value.dtype.kind in "biufUO":  # a date would become a number
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not text, a number, a list, or a table with names")
 
 
-def _split_file(folder: Path, split: str) -> Path:
-    present = sorted(p.name for p in folder.iterdir())
-    for suffix in SUFFIXES:
-        if f"{split}{suffix}" in present:
-            return folder / f"{split}{suffix}"
-    raise ValueError(f"it has no {split}.jsonl, but {', '.join(present) or 'nothing'}")
+def _from_local(path: Path, split: str) -> Rows:
+    if not path.is_dir():
+        return _from_file(path)
+    present = sorted(file.name for file in path.iterdir())
+    files = [name for name in present if name in [f"{split}{suffix}" for suffix in SUFFIXES]]
+    if not files:
+        raise ValueError(f"it has no {split}.jsonl, but {', '.join(present) or 'nothing'}")
+    if files[1:]:
+        raise ValueError(f"it has {' and '.join(files)}; name one, or remove the others")
+    return _from_file(path / files[0])
 
 
 def _from_file(path: Path) -> Rows:
@@ -131,18 +166,28 @@ def _from_file(path: Path) -> Rows:
         return _from_csv(text)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"its suffix is {path.suffix!r}")
-    rows: Rows = _from_json(text) if text.lstrip().startswith("[") else _from_lines(text)
+    rows: Rows = JSON.decode(text) if text.lstrip().startswith("[") else _from_lines(text)
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError("every row must be a table, {column: value, ...}")
     return rows
 
 
 def _from_lines(text: str) -> Rows:
-    rows = []
+    rows: Rows = []
+    start = text.lstrip()
+    keys: list[str] = []
+    with suppress(ValueError, AttributeError):  # the line that it is in is refused below
+        first, end = JSON.raw_decode(start)
+        is_alone = not start[end:].strip() and '"role"' not in start
+        is_nested = is_alone and {*map(type, first.values())} <= {dict, list}
+        keys = list(first) if is_nested or "\n" in start[:end] else []
+    if keys:
+        told = f"its JSON is an object with the keys {', '.join(keys)}"
+        raise ValueError(f"{told}; give a list of rows, or one row in each line")
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): texts may have U+2028
         if line.strip():
             with about(f"line {number}"):
-                rows.append(_from_json(line))
+                rows.append(JSON.decode(line))
     return rows
 
 
@@ -153,7 +198,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-_from_json = json.JSONDecoder(object_pairs_hook=_table).decode
+JSON = json.JSONDecoder(object_pairs_hook=_table)
 
 
 def from_arrow(table: Any) -> Rows:
@@ -169,9 +214,27 @@ def _value(scalar: Any) -> Any:
     Its column is then left out, as any other that cannot be passed on, or refused if it is used.
     """
     try:
-        return scalar.as_py()
+        return _shortest(scalar.as_py(), scalar.type)
     except (ValueError, ArithmeticError):
         return scalar
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """Return a value in which 0.1 of 32 or 16 bits is 0.1, not 0.10000000149011612."""
+    if "float" not in str(kind):  # 64 bits are a double
+        return value
+    inner = [kind.field(place).type for place in range(kind.num_fields)]
+    match value:
+        case float():
+            exact = kind if str(kind) in ("float", "halffloat") else kind.value_type
+            return float(str(exact.to_pandas_dtype()(value)))
+        case dict():
+            return dict(zip(value, map(_shortest, value.values(), inner), strict=True))
+        case tuple():  # of a map
+            return tuple(map(_shortest, value, inner))
+        case list():
+            return [_shortest(each, inner[0]) for each in value]
+    return value
 
 
 def _from_csv(text: str) -> Rows:

@@ -150,12 +150,17 @@ def to_send(functions: Functions | None, config: Config) -> Functions | bytes | 
 def to_rows(argument: str, data: Any) -> Rows:
     """Return a list of dicts, a `datasets.Dataset` or a pandas DataFrame as plain rows."""
     from datasets import Dataset
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
+    from pyarrow import Table
 
     if isinstance(data, DataFrame):
         with about(f"{argument}="):
             check_names(list(map(str, data.columns)))
-        data = data.astype(object).where(data.notna(), None).to_dict("records")
+        plain = data.astype(object).where(data.notna(), None)
+        for name in data.select_dtypes(["float32", "float16", "Float32", "float[pyarrow]"]):
+            exact = from_arrow(Table.from_pandas(data[[name]], preserve_index=False))
+            plain[name] = Series([row[str(name)] for row in exact], data.index, object)
+        data = plain.to_dict("records")
     elif isinstance(data, Dataset) and data.format["type"] == "custom":
         data = list(data)  # an Arrow table would be without what the user's transform makes
     elif isinstance(data, Dataset):

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from tba.config.errors import about
 from tba.config.tables import Count, Positive
+from tba.models.template import ARGUMENTS, decoded
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Task
 from tba.tasks._data import Rows
@@ -21,6 +22,8 @@ PLACEHOLDER = re.compile(r'\{\{([^{}"]+)\}\}|\{([^{}"]+)\}')
 """`{{text}}`, which stands for {text} itself, or `{column}`. JSON has quotes, and is neither."""
 NAME = re.compile(r"\w+")
 """What must be a column if it stands in braces. Anything else may be one, or belong to the text."""
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
+"""Beginning of a text that is chat messages as JSON, or as Python writes them."""
 
 
 def columns_of(template: str) -> list[str]:
@@ -47,6 +50,14 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
         return str(value)
 
     return PLACEHOLDER.sub(filled, template)
+
+
+def messages_in(value: Any) -> Any:
+    """Return chat messages that are text; another value as it is. ValueError for broken JSON."""
+    read = decoded(value) if isinstance(value, str) and MESSAGES.match(value) else None
+    if isinstance(read, str):
+        raise ValueError("chat messages in a text must be JSON; write them with json.dumps")
+    return read or value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +103,15 @@ class Rendering:
         prompts = []
         for i, row in enumerate(table):
             with about(f"prompt '{split}-{i}'"):
-                whole = row.get(self.prompt[1:-1])
+                whole = messages_in(row.get(self.prompt[1:-1]))
                 question = whole if isinstance(whole, list) else fill(self.prompt, row)
                 if isinstance(question, str) and question in shown:
                     continue
+                if isinstance(question, list) and turns:
+                    raise ValueError("task.shots is for prompts that are text; remove it")
                 text = self._text(question, turns)
-            kept = columns or [name for name in row if name != "prompt"]
+            names = (*columns, *ARGUMENTS) if columns else row.keys() - {"prompt"}
+            kept = [name for name in row if name in names]
             prompts.append(Prompt(f"{split}-{i}", text, {name: row[name] for name in kept}))
         return prompts
 
@@ -108,8 +122,8 @@ class Rendering:
         system = [] if self.system_prompt is None else [self.system_prompt]
         messages: list[Message] = [{"role": "system", "content": text} for text in system]
         if isinstance(question, list):
-            roles = [message.get("role") for message in question if isinstance(message, dict)]
-            return question if "system" in roles else [*messages, *question]
+            roles = {message.get("role") for message in question if isinstance(message, dict)}
+            return question if roles & {"system", "developer"} else [*messages, *question]
         if self.chat not in (True, "on"):
             shown = [f"{q}{'' if q[-1:].isspace() else ' '}{response}" for q, response in turns]
             return "\n\n".join([*system, *shown, question])

@@ -25,7 +25,7 @@ from tba.config.plugins import JUDGES, check_options, resolve
 from tba.config.tables import FILLED_IN, Count, Finite, Positive, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number
-from tba.tasks._data import Rows, require, rows
+from tba.tasks._data import Rows, is_local, require, rows, split_of
 from tba.tasks._memory import Functions
 from tba.tasks._rendering import Rendering, columns_of
 
@@ -99,14 +99,14 @@ class Custom(Rendering, Task):
     """Column of the questions: text, or chat messages. Templates call it {prompt}."""
     answer_column: str = "answer"
     """Column of the right answers. Templates call it {answer}, and reward functions `answer`."""
-    split: str = "train"
-    """Split of a folder or hub data set."""
+    split: str | None = None
+    """Split of the data (default: train), or a part of it: `train[:100]`, `train[:80%]`."""
     subset: str | None = None
     """Configuration (`name`) of a hub data set."""
     held_out_data: str | None = None
     """File, folder or hub name of the held-out rows; default: the last rows of `data`."""
-    held_out_split: str = "test"
-    """Split of `held_out_data`, if it is a folder or a hub name."""
+    held_out_split: str | None = None
+    """Split of `held_out_data` (default: test), or without it of `data`."""
     held_out_size: Count = 64
     """Maximum number of held-out rows."""
     pass_reward: float | None = None
@@ -213,18 +213,20 @@ class Custom(Rendering, Task):
     @cached_property
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and prompts to evaluate on."""
-        train = self._read("task.data", self.data, self.split)
-        if self.held_out_data is None:
+        train = self._read("task.data", self.data, self.split, "train")
+        source = self.held_out_data or (self.data if self.held_out_split else None)
+        if self.subset is not None and is_local(self.data) and is_local(source or self.data):
+            raise ValueError(f"task.subset = {self.subset!r} is of hub data sets only; remove it")
+        if source is None:
             cut = len(train) - self.held_out_size
             if cut < 1:
                 raise ValueError(
                     f"task.data = {self.data!r} has only {len(train)} rows;"
                     " lower task.held_out_size, or give task.held_out_data"
                 )
-            held_out = train[cut:]
-            train = train[:cut]
+            train, held_out = train[:cut], train[cut:]
         else:
-            held_out = self._read("task.held_out_data", self.held_out_data, self.held_out_split)
+            held_out = self._read("task.held_out_data", source, self.held_out_split, "test")
         passed = PASSED if self.environment is None else PASSED | {"environments"}
         for function in self.functions:
             _check_columns("task.data", train, function, passed)
@@ -232,13 +234,13 @@ class Custom(Rendering, Task):
         held_out = held_out[: self.held_out_size]
         return self.rendered("train", train, train), self.rendered("held-out", held_out, train)
 
-    def _read(self, key: str, source: str, split: str) -> Rows:
+    def _read(self, key: str, source: str, split: str | None, default: str) -> Rows:
         """Return the rows of a file or data set.
 
         They have the question as `prompt` and the answer as `answer`, too.
         """
         origin = f"{key} = {source!r}"
-        table = self._table(key, source, split)
+        table = self._table(key, source, split_of(source, split, default))
         for name, column in (("prompt", self.prompt_column), ("answer", self.answer_column)):
             if column != name:
                 require(origin, table, [column])

@@ -100,6 +100,21 @@ def test_the_template_describes_tools_where_it_can(chat):
     assert read == "[tools]divide;double;hang;later;leave;<user>Hi!\n<assistant>"
 
 
+def test_a_row_may_begin_with_calls(chat):
+    """As the policy would write them, where the template has none."""
+    function = {"name": "double", "arguments": '{"n": 4}'}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    result = {"role": "tool", "content": [{"type": "text", "text": "8"}]}
+    prompt = Prompt("a", [{"role": "user", "content": "?"}, called, result])
+    simple = chat(SIMPLE)
+    written = '<tool_call>\n{"name": "double", "arguments": {"n": 4}}\n</tool_call>'
+    told = f"[user]?[assistant]{written}<eos>[user]<tool_response>\n8\n</tool_response>[assistant]"
+    assert shown(simple, simple.encode(prompt)).endswith(told)
+    others = chat(SIMPLE.replace("in messages", "in messages if m.role != 'assistant'"))
+    with pytest.raises(ValueError, match=r"prompt 'a': message 3 \(assistant\): the chat template"):
+        others.encode(prompt)
+
+
 def test_the_reply_begins_where_the_turn_has_ended(chat):
     """With or without the token that ends it; what the template adds after it belongs to it."""
     results = [{"role": "tool", "name": "double", "content": c} for c in ("8", "4")]

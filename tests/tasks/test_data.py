@@ -129,6 +129,50 @@ def test_a_folder_holds_a_file_for_each_split(tmp_path):
         rows("task.data", str(tmp_path), "dev")
 
 
+def test_a_folder_with_two_files_of_a_split_is_refused(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "train.parquet", ROWS)
+    with pytest.raises(ValueError, match=r"it has train\.jsonl and train\.parquet; name one"):
+        rows("task.data", str(tmp_path), "train")
+
+
+SPLITS: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
+    "slice": ({"split": "train[:3]"}, ["0", "1"], ["2"]),
+    "share": ({"split": "train[50%:]"}, ["4", "5", "6"], ["7"]),
+    "slices": ({"split": "train[:2]+train[-2:]"}, ["0", "1", "6"], ["7"]),
+    "both": ({"split": "train[:2]", "held_out_split": "train[2:]"}, ["0", "1"], ["2"]),
+    "other data": ({"held_out_data": "", "held_out_split": "test[3:]"}, [*"01234567"], ["3"]),
+}
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("case", SPLITS)
+def test_splits_are_those_of_load_dataset(case, folder, tmp_path):
+    settings, train, held_out = SPLITS[case]
+    for name in ("train", "test"):
+        write(tmp_path / f"{name}.jsonl", [{"prompt": str(i)} for i in range(8)])
+    source = str(tmp_path if folder else tmp_path / "train.jsonl")
+    settings = {name: value or source for name, value in settings.items()}
+    task = Custom(data=source, passed=(len,), held_out_size=1, **settings)
+    assert [p.text for p in task.prompts()] == train
+    assert [p.text for p in task.held_out()] == held_out
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"split": "validation"}, r"the file '.*' has no split 'validation'; remove it, or give a"),
+        ({"held_out_split": "dev[:2]"}, r"the file '.*' has no split 'dev\[:2\]'; remove it"),
+        ({"split": "train[x]"}, r"task\.data = '.*' cannot be read: .*train\[x\]"),
+        ({"subset": "main"}, r"task\.subset = 'main' is of hub data sets only; remove it"),
+    ],
+)
+def test_settings_that_a_file_cannot_obey_are_refused(settings, told, tmp_path):
+    source = write(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ValueError, match=told):
+        Custom(data=source, passed=(len,), held_out_size=1, **settings).prompts()
+
+
 def test_a_value_that_a_row_lacks_is_none(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "2", "level": 5}])
     first, second = rows("task.data", source, "train")
@@ -149,6 +193,11 @@ WRONG = {
     "not UTF-8": ("a.jsonl", b"\xfc", "'utf-8' codec can't decode byte 0xfc"),
     "broken Parquet": ("a.parquet", "prompt", "Parquet file size is 6 bytes, smaller than the"),
     "suffix": ("a.txt", "prompt", "its suffix is '.txt'; give a file (.jsonl, .json,"),
+    "object": ("a.json", '{\n "data": [{"prompt": "1"}]}', "an object with the keys data; give"),
+    "one line": ("a.jsonl", '{"data": [{"prompt": "1"}]}', "an object with the keys data; give"),
+    "columns": ("a.json", '{"prompt": {"0": "1"}, "a": {}}', "object with the keys prompt, a;"),
+    "one row": ("a.json", '\n{"prompt": "1",\n"a": "2"}', "object with the keys prompt, a; give"),
+    "long rows": ("a.jsonl", '{"prompt":\n"1"}\n{"prompt":\n"1"}', "the keys prompt; give a list"),
 }  # fmt: skip
 
 
@@ -184,6 +233,44 @@ ODD: dict[str, tuple[pyarrow.Table, str]] = {
     "nested": (arrow([[{"x": b"y"}], []], pyarrow.list_(pyarrow.struct({"x": pyarrow.binary()}))),
                "bytes"),
 }  # fmt: skip
+
+
+F16, F32 = pyarrow.float16(), pyarrow.float32()
+FLOATS: dict[str, tuple[pyarrow.DataType, Any]] = {
+    "float32": (F32, 0.1), "float16": (F16, 0.1), "large": (F32, 1e20), "none": (F32, None),
+    "list": (pyarrow.list_(F32), [0.1, None]), "fixed": (pyarrow.list_(F32, 1), [0.1]),
+    "table": (pyarrow.struct({"a": F16, "b": pyarrow.list_(F32)}), {"a": 0.2, "b": [0.3]}),
+    "map": (pyarrow.map_(pyarrow.string(), F32), [("a", 0.1)]),
+    "dictionary": (pyarrow.dictionary(pyarrow.int8(), F32), 0.1),
+    "float64": (pyarrow.struct({"a": pyarrow.float64(), "b": F32}), {"a": 1 / 3, "b": 0.7}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_floats_of_few_bits_are_their_shortest_decimals(kind, tmp_path):
+    """Not 0.10000000149011612, which a grader would take for the right answer."""
+    of_arrow, value = FLOATS[kind]
+    column = pyarrow.array([value], of_arrow)
+    if kind == "dictionary":
+        column = pyarrow.array([value], F32).dictionary_encode()
+    parquet.write_table(pyarrow.table({"x": column}), tmp_path / "a.parquet")
+    expected = json.loads(json.dumps([{"x": value}]))
+    assert rows("task.data", str(tmp_path / "a.parquet"), "train") == expected
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "Float32", "float[pyarrow]"])
+def test_floats_of_few_bits_in_memory(kind):
+    numbers = np.array([0.1, 0.3], "float16" if kind == "float16" else "float32")
+    frame = pandas.DataFrame({"x": pandas.Series(numbers).astype(kind), "y": [numbers, "z"]})
+    expected = [{"x": 0.1, "y": [0.1, 0.3]}, {"x": 0.3, "y": "z"}]
+    assert to_rows("data", frame) == expected
+    assert to_rows("data", [{"x": numbers[0], "y": numbers}, {"x": 0.3, "y": "z"}]) == expected
+    frame.loc[0, "x"] = None
+    assert to_rows("data", frame)[0]["x"] is None
+    data = datasets.Dataset.from_dict({"x": numbers}).cast_column("x", datasets.Value("float32"))
+    if kind == "float32":
+        assert to_rows("data", data) == to_rows("data", data.with_format("numpy"))
+        assert to_rows("data", data) == [{"x": 0.1}, {"x": 0.3}]
 
 
 @pytest.mark.parametrize("kind", ODD)

@@ -145,6 +145,40 @@ def test_arguments_of_the_chat_template(model):
         check_resumed(now, before)
 
 
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLED = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}" + CHAT
+
+
+def test_columns_of_a_row_are_arguments_of_the_chat_template(model, data, tmp_path, caplog):
+    """By the conventions of TRL; what looks like one, and is not read, is named once."""
+    row = {"solution": "1", "chat_template_kwargs": {"enable_thinking": False}, "tools": [SCHEMA]}
+    rows: list[Any] = [{**row, "documents": [{"text": "x"}], "system": "Add"} for _ in range(3)]
+    rows.append({"solution": "1", "enable_thinking": True})
+    for i, each in enumerate(rows):
+        each["question"] = [{"role": "user", "content": f"{i}?"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setup = check(config(model(TOOLED), data))
+    prompts = [*setup.prompts, *setup.held_out]
+    first, *_, last = [setup.text.tokenizer.decode(setup.text.encode(p)) for p in prompts]
+    assert (first, last) == ("add;[user]0?[assistant]<think></think>", "[user]3?[assistant]")
+    told = "the column '%s' is not in the prompt; name it in task.prompt, or rename it"
+    assert caplog.messages == [told % name for name in ("documents", "enable_thinking", "system")]
+    caplog.clear()
+    text = data | {"prompt": "{system} {i}"}
+    rows = [{**row, "i": i, "system": "Add\n"} for i, row in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check(config(model(TOOLED), text))
+    names = ("chat_template_kwargs", "documents", "enable_thinking", "tools")
+    assert caplog.messages == [told % name for name in names]
+
+
+def test_what_a_chat_template_leaves_out_of_a_row_is_refused(model, data):
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    given = config(model(users), {**data, "chat": "on", "system_prompt": "A"})
+    with pytest.raises(ValueError, match=r"^prompt 'train-0': message 1 \(system\): the chat t"):
+        check(given)
+
+
 def test_a_chat_is_written_in_one_way(model, data, tmp_path):
     """As the policy reads it, in the samples of batches and of evaluations, with the row's id."""
     given = config(

@@ -1,5 +1,6 @@
 """Rows become prompts: a template, chat messages, solved examples before the question."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +84,27 @@ def test_a_column_of_messages_is_the_prompt():
 def test_a_row_keeps_its_own_system_message():
     """Beside rows without one, which get that of the task."""
     asked = {"role": "user", "content": "1+1?"}
-    own = [{"role": "system", "content": "Guess."}, asked]
-    prompts = Rendering(system_prompt="Add.").rendered("train", [{"prompt": own}], [])
-    assert prompts[0].text == own
+    for role in ("system", "developer"):
+        own = [{"role": role, "content": "Guess."}, asked]
+        prompts = Rendering(system_prompt="Add.").rendered("train", [{"prompt": own}], [])
+        assert prompts[0].text == own
+
+
+def test_messages_may_be_json():
+    """As CSV has them, and data sets whose arguments of calls have many types."""
+    messages = [{"role": "user", "content": "1+1?"}]
+    rows = [{"prompt": json.dumps(messages)}, {"prompt": '[{"a": 1}]'}, {"prompt": "[1]"}]
+    first, *others = Rendering(system_prompt="Add.").rendered("train", rows, [])
+    assert first.text == [{"role": "system", "content": "Add."}, *messages]
+    assert [p.text for p in others] == ['Add.\n\n[{"a": 1}]', "Add.\n\n[1]"]
+    with pytest.raises(ValueError, match=r"prompt 'train-0': chat messages in a text must be"):
+        Rendering().rendered("train", [{"prompt": str(messages)}], [])
+
+
+def test_examples_are_not_for_messages():
+    rows = [{"prompt": "1+1?", "answer": 2}, {"prompt": [{"role": "user", "content": "2+2?"}]}]
+    with pytest.raises(ValueError, match=r"'train-1': task\.shots is for prompts that are text"):
+        Rendering(shots=1).rendered("train", rows, rows)
 
 
 def test_mistakes_are_told():

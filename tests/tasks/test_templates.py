@@ -281,7 +281,19 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"from": "human", "value": "Hi"}],
         "as text: {'from': 'human', 'value': 'Hi'}",
     ),
-    "begun": ([{"role": "assistant", "content": None}], "chat template refuses it: continue_final"),
+    "begun": ([{"role": "assistant", "content": None}], "message 1: a message is no table with"),
+    "silent": (
+        [{"role": "assistant", "tool_calls": []}] * 2,
+        "message 1: a message is no table with",
+    ),
+    "calls": (
+        [{"role": "assistant", "tool_calls": 5}],
+        "tool_calls = 5 cannot be read: give a list",
+    ),
+    "no JSON": (
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}],
+        "message 1: arguments of a call of 'f' must be the JSON of a table",
+    ),
     "empty": ([], "is empty"),
 }
 
