@@ -71,8 +71,8 @@ def open_trainer(
     start = c.runtime.start_deadline
     calls = cluster.connection.calls
     seen = {**folders(c.policy), "run.folder": str(folder)}  # ranks write checkpoints
-    parts = setup.trainer_setup(is_new)
-    trainer = ShardedTrainer(parts, cluster.ranks, calls, start, seen, cluster.transport)
+    given = setup.trainer_setup(is_new), cluster.ranks, calls, start, seen, cluster.transport
+    trainer = ShardedTrainer(*given, cluster.connection.folder or folder)
     closing.callback(trainer.close)
     return trainer
 

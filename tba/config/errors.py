@@ -12,11 +12,27 @@ from pydantic_core import ErrorDetails
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 SECRET = re.compile(
-    r"(api|auth|access|secret|private)?(key|token)"
-    r"|[a-z]*(secrets?|password|passwd|credentials?|authorization)"
+    r"[a-z]*(secret|password|passwd|passphrase|passcode|credential|authorization|apikey)s?|pwd"
+    r"|(auth|access|private|secret)(key|token)s|o?auth|creds?|bearer|cookies?|jwts?|pats?"
+)
+KEY = re.compile(
+    r"(api|auth|access|private|secret|ssh|gpg|gh|hf|openai)?(key|token)|(db|user)?pass"
 )
 OF_TEXTS = re.compile(r"(bos|eos|pad|unk|sep|cls|mask|stop)[_-]?token", re.IGNORECASE)
 """Names of options that are tokens of a tokenizer, and no secrets."""
+DATA = re.compile(
+    "bos|eos|pad|mask|stop|special|extra|added|bad|banned|allowed|prompt|answer|label|metric|sort"
+    "|max|min|num|total|count|budget|limit|length|size|per|rate|level|step|threshold|at|ids|reward"
+)
+"""Words that say that keys and tokens are data, unless one of these ends the name."""
+PLACE = re.compile("files?|paths?|dir|folder|names?|columns?|field|url|uri|type")
+"""Last words of names that say where a secret is, or what it is called."""
+PASSWORD = re.compile(
+    r"\w://[^/\s:@]*:([^/?\s@]+)@|\w://\S+[?&](?:\w*_)?(?:password|pwd|secret|token|key)=([^&\s]+)"
+)
+"""A URL with a password."""
+NAMED = re.compile(r"env:\w+")
+"""The name of an environment variable, which stands for its value."""
 
 KNOWN: set[str] = set()
 """Secrets that this process has read."""
@@ -75,12 +91,19 @@ def size(number: float) -> str:
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
-def is_secret(name: object) -> bool:
-    """Return whether the last word of a name, such as `apiKey`, says that its value is secret."""
+def is_secret(name: object, value: str = "") -> bool:
+    """Return whether a word of a name, such as `apiKey`, or a text says that a value is secret."""
     key = str(name).rpartition(".")[2]
-    words = WORDS.findall(key)
-    named = bool(words) and SECRET.fullmatch(words[-1].lower()) is not None
-    return named and not OF_TEXTS.fullmatch(key)
+    words = [word.lower() for word in WORDS.findall(key)]
+    if PASSWORD.search(value) or key == "PWD" or not words or PLACE.fullmatch(words[-1]):
+        return PASSWORD.search(value) is not None
+    if KEY.fullmatch(words[-1]):
+        return not OF_TEXTS.fullmatch(key)
+    is_data = words in (["keys"], ["tokens"]) or any(map(DATA.fullmatch, words))
+    counts = not is_data or not {"api", "access", "private"}.isdisjoint(words)
+    singular = [word.removesuffix("s") for word in words]
+    has_key = counts and any(map(KEY.fullmatch, words + singular))
+    return has_key or any(map(SECRET.fullmatch, words))
 
 
 def check_secrets(name: str, value: Any) -> None:
@@ -101,7 +124,7 @@ def masked(text: str) -> str:
 
 
 def _check(place: str, text: str) -> str:
-    if text and not re.fullmatch(r"env:\w+", text):
+    if text and not NAMED.fullmatch(text):
         raise ValueError(
             f"{place} is a secret, and the config is written to files; put it into an environment"
             " variable, and give its name instead: env:NAME"
@@ -116,7 +139,8 @@ def _read(place: str, text: str) -> str:
             f"{place}: the environment variable {variable!r} is not set; export it where tba is"
             " started, and on every machine with searchers"
         )
-    KNOWN.update({secret} if len(secret) >= 4 else ())
+    passwords = (part for found in PASSWORD.findall(secret) for part in found)
+    KNOWN.update(part for part in (secret, *passwords) if len(part) >= 4)
     return secret
 
 
@@ -124,12 +148,13 @@ def _replaced(place: str, value: Any, secret: bool, give: Callable[[str, str], s
     """Return a value in which `give` has replaced each text that is secret."""
 
     def inner(key: object, each: Any) -> Any:
-        own = secret or is_secret(key)
+        own = is_secret(key) or (secret and not PLACE.fullmatch(str(key)))
         return _replaced(f"{place}.{key}".lstrip("."), each, own, give)
 
     match value:
         case str():
-            return give(place, value) if secret else value
+            is_own = secret or NAMED.fullmatch(value) or PASSWORD.search(value)
+            return give(place, value) if is_own else value
         case Mapping():
             return {key: inner(key, each) for key, each in value.items()}
         case list() | tuple():

@@ -27,7 +27,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.errors import about, choices, explain, is_secret, read_secrets
+from tba.config.errors import about, check_secrets, choices, explain, read_secrets
 from tba.config.schema import NEAREST, Config, elsewhere
 from tba.config.tables import FILLED_IN, PLUGGED, Positive, Use
 
@@ -170,7 +170,9 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
         make = field.default_factory
         if make is not dataclasses.MISSING:
             default = make()
-        if is_secret(field.name) and isinstance(default, str):
+        try:
+            check_secrets(field.name, default)
+        except ValueError:
             default = None  # the config that a run writes has all defaults
         if field.init and field.metadata != FILLED_IN:
             options[field.name] = Option(hints[field.name], default)

@@ -286,7 +286,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a table from a JSON file; ValueError, which names the file, if it holds none."""
     try:
         plain = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(plain, dict):
         raise ValueError(f"{path} is damaged: it holds no table")

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tba.config.schema import read_json
 from tba.config.tables import PolicyTable
 from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
@@ -163,7 +164,7 @@ def load(
     resuming. ValueError, before anything is changed, if the folder belongs to another model.
     """
     weights = stored_model(folder)
-    state = json.loads((folder / TRAINER).read_text("utf-8"))
+    state = read_json(folder / TRAINER)
     check_same_model(policy.model, weights, f"{folder} holds")
     if state["first_model"] != first_model:
         also = ", its precision (policy.autocast) or the adapter in policy.lora.from"
@@ -220,6 +221,6 @@ def stored_model(folder: Path) -> dict[str, Stored]:
     adapter = folder / MODEL / ADAPTER
     if adapter.is_file():
         return {own_name(name): stored for name, stored in stored_in([adapter]).items()}
-    if json.loads((folder / TRAINER).read_text("utf-8")).get("converted"):
+    if read_json(folder / TRAINER).get("converted"):
         return in_memory(_distinct(load_model(PolicyTable(model=str(folder / MODEL)), "auto")))
     return stored_in((folder / MODEL).glob("*.safetensors"))

@@ -1,6 +1,5 @@
 """A model that ranks share: each holds a part of every tensor, and reads only that part."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tba.config.schema import read_json
 from tba.config.tables import FsdpTable, PolicyTable
 from tba.models import model_path
 from tba.models.cache import layers_of
@@ -76,7 +76,7 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        names = {Path(name).name for name in read_json(index)["weight_map"].values()}
     return [folder / name for name in names if (folder / name).is_file()]
 
 

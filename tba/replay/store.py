@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
+from tba.config.schema import read_json
 from tba.prompt import Prompt
 from tba.types import Group, Trajectory, switches_of
 
@@ -112,7 +113,7 @@ class State:
     def read(cls, folder: Path) -> "State":
         """Read what `write` wrote."""
         path = folder / FOLDER
-        plain = json.loads((path / STATE).read_text("utf-8"))
+        plain = read_json(path / STATE)
         columns = load_file(path / COLUMNS)
         sizes = np.zeros_like(columns["length"])
         for name, kind in CONTENT.items():

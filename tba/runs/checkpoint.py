@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tba.config.errors import size
-from tba.config.schema import Config
+from tba.config.schema import Config, read_json
 from tba.learn import Trainer, TrainerLost, TrainerSizes
 from tba.learn.optimizer import MOMENTS
 from tba.learn.state import MODEL
@@ -331,7 +331,7 @@ def restore(
     generation: Path, trainer: Trainer, buffer: ReplayBuffer
 ) -> tuple[Progress, SearchState]:
     """Put trainer and buffer back from an undamaged generation; return the other states."""
-    state = json.loads((generation / STATE).read_text("utf-8"))
+    state = read_json(generation / STATE)
     if state.get("format") != FORMAT:
         raise ValueError(
             f"{generation} was written by another version of tba and cannot be resumed by this one;"

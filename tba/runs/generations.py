@@ -5,7 +5,6 @@ A generation is written as `.step-N`, and renamed to `step-N` when it is complet
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
@@ -15,12 +14,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from tba.config.schema import read_json
 from tba.runs.log import own_folder
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
 
+LARGEST = 2**30
+"""Most bytes of a JSON file, which is read whole."""
 TRIES = 100
 """Attempts to hold a checkpoint before its run has removed it."""
 
@@ -56,11 +58,13 @@ def held(folder: Path) -> Iterator[list[Path]]:
 def _hold(generation: Path, locks: ExitStack) -> bool:
     """Hold a checkpoint until the locks are released; False if it is being removed."""
     manifest = generation / MANIFEST
+    if not manifest.is_file():  # a pipe would never open
+        return generation.is_dir()
     try:
         file = locks.enter_context(manifest.open("rb"))
         free = _locks(file, fcntl.LOCK_SH)
         return free and os.path.samestat(os.fstat(file.fileno()), manifest.stat())
-    except OSError:  # gone, or without a manifest, which is damage
+    except OSError:  # gone
         return generation.is_dir()
 
 
@@ -121,12 +125,23 @@ def remove(generation: Path) -> None:
 
 
 def damage(generation: Path) -> dict[str, str]:
-    """Return the problem of each file that is not as the manifest says, by its name."""
+    """Return the problem of each file that is not as the manifest says, by its name.
+
+    No file is opened before all of them are plain files that the disk can hold.
+    """
     try:
-        digests = dict(json.loads((generation / MANIFEST).read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        paths = [generation, *generation.rglob("*")]
+        odd = [p for p in paths if p.is_symlink() or not (p.is_file() or p.is_dir())]
+        if odd:
+            return {path.name: "is a link, a pipe or a device" for path in odd}
+        files = files_of(generation)
+        disk = shutil.disk_usage(generation).total
+        for name, path in files.items():  # a file with holes may say that it has any size
+            if path.stat().st_size > (LARGEST if path.suffix == ".json" else disk):
+                return {name: "is too large"}
+        digests = read_json(generation / MANIFEST)
+    except (OSError, ValueError, RecursionError) as error:
         return {MANIFEST: f"cannot be read ({error})"}
-    files = files_of(generation)
     problems = dict.fromkeys(files.keys() - {MANIFEST} - digests.keys(), "is not listed")
     for name, digest in digests.items():
         if name not in files:

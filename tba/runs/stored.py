@@ -1,12 +1,12 @@
 """Stored samples of a run that is resumed: they are kept, scored again, or dropped."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tba.config.schema import read_json
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
@@ -35,7 +35,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
     now = setup.rewards
-    before = json.loads((generation / STATE).read_text("utf-8"))["progress"].get("rewards") or now
+    before = read_json(generation / STATE)["progress"].get("rewards") or now
     changed = ", ".join(sorted(k for k in {*now, *before} if now.get(k) != before.get(k)))
     lost = ""
     task = setup.task

@@ -186,7 +186,7 @@ class Connection:
         self.calls = Calls(settings.cluster_deadline)
         self._watcher: Child | None = None
         self._clean_up: Callable[[], None] = lambda: None
-        self._folder: Path | None = None  # of a private Ray
+        self.folder: Path | None = None  # of a private Ray
         start: partial[Any] = partial(ray.init, settings.address, **QUIET)
         if settings.address is None:
             mark = secrets.token_hex(8)
@@ -195,7 +195,7 @@ class Connection:
             self._watcher = Child("tba.child:clean_up_after_parent", mark, str(folder), os.getpid())
             folder.mkdir(mode=0o700)
             self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
-            self._folder = folder
+            self.folder = folder
             processes = settings.most_searchers + ranks
             start = partial(_start_private, processes, mark, folder)
         try:
@@ -218,7 +218,7 @@ class Connection:
     def _await_gcs(self) -> None:
         """Let a GCS that is starting say its port: Ray waits for it and holds Python's lock."""
         until = time.monotonic() + STARTING
-        folder = self._folder
+        folder = self.folder
         while folder and time.monotonic() < until and not any(folder.rglob("gcs_server_port*")):
             time.sleep(0.05)
 

@@ -10,23 +10,28 @@
 
 A rank that dies, raises or is late ends all ranks, because the others would wait for it. The run
 then goes on from its newest checkpoint, with new ranks and new searchers (tba/assemble.py).
+
+Ranks meet in a folder that only this user enters, and exchange no pickles: all users reach ports.
 """
 
+import json
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from torch import distributed
+from torch._C._distributed_c10d import FileStore
 
 from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
@@ -55,20 +60,12 @@ class RankActor:
         self._place = place
         self._folders = folders
         self._trainer: SingleTrainer
-        self._port: socket.socket
         self._write: Callable[[], None] = lambda: None
         self._sent: Sent | None = None  # until the next one: by then the train loop has its own
 
-    def open_port(self) -> tuple[str, int]:
-        """Open the port at which the ranks meet: on loopback only, if Ray is there."""
-        self._port = socket.create_server((ray.util.get_node_ip_address(), 0))
-        host, port = self._port.getsockname()
-        return host, port
-
     def start(
-        self, setup: TrainerSetup, transport: Transport, host: str, port: int, deadline: float,
-        rank: int,
-    ) -> tuple[TrainerSizes, bool]:  # fmt: skip
+        self, setup: TrainerSetup, transport: Transport, meeting: str, deadline: float, rank: int
+    ) -> tuple[TrainerSizes, bool]:
         """Meet the other ranks, load the model and keep a part of each tensor.
 
         Return the trainer's sizes, and whether it computes in bf16.
@@ -77,12 +74,11 @@ class RankActor:
         cuda = self._place.device.startswith("cuda")
         if cuda:
             torch.cuda.set_device(self._place.device)
-        if host == "127.0.0.1" and sys.platform == "linux":
+        if ray.util.get_node_ip_address() == "127.0.0.1" and sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         limit = timedelta(seconds=deadline)
-        untyped: Any = distributed  # its types lack TCPStore
-        port_of_0 = self._port.detach() if rank == 0 else None
-        store = untyped.TCPStore(host, port, None, rank == 0, limit, False, False, port_of_0)
+        store = FileStore(f"{meeting}/store")
+        store.set_timeout(limit)
         distributed.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
@@ -117,10 +113,21 @@ class RankActor:
 
 
 def _gather(ran: Sequence[Ran]) -> list[Ran]:
-    """Return what all ranks have run."""
-    every: list[list[Ran]] = [[] for _ in range(distributed.get_world_size())]
-    distributed.all_gather_object(every, list(ran))
-    return [each for own in every for each in own]
+    """Return what all ranks have run. They exchange it as JSON in tensors, which runs no code."""
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    plain = [({n: t.tolist() for n, t in r.metrics.items()}, r.tokens, r.padding) for r in ran]
+    text = json.dumps(plain).encode()
+    longest = torch.tensor(len(text), device=device)
+    distributed.all_reduce(longest, distributed.ReduceOp.MAX)
+    own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(every, own)
+    gathered = []
+    for each in every:
+        for metrics, tokens, padding in json.loads(each.cpu().numpy().tobytes()):
+            tensors = {name: torch.tensor(values) for name, values in metrics.items()}
+            gathered.append(Ran(tensors, tokens, padding))
+    return gathered
 
 
 class ShardedTrainer:
@@ -134,9 +141,12 @@ class ShardedTrainer:
         start: float,
         folders: Mapping[str, str],
         transport: Transport,
+        meeting: Path,
     ):
+        """All ranks see the folder `meeting`, where they get one of their own to meet in."""
         self._deadline = setup.config.trainer.deadline
         self._calls = calls
+        self._meeting = mkdtemp(prefix=".ranks-", dir=meeting)
         groups: Any = {"concurrency_groups": {WRITING: 1}}
         create: Any = ray.remote(**groups)(RankActor)
         self._ranks = calls(
@@ -145,8 +155,7 @@ class ShardedTrainer:
         )
         given = start, "runtime.start_deadline", ENDED_BY_USER
         try:
-            ((host, port),) = self._wait([self._ranks[0].open_port.remote], "start", *given)
-            loaded = setup, transport, host, port, self._deadline
+            loaded = setup, transport, self._meeting, self._deadline
             begin = [partial(a.start.remote, *loaded, rank) for rank, a in enumerate(self._ranks)]
             self.sizes: TrainerSizes
             self.computes_in_bf16: bool
@@ -192,6 +201,7 @@ class ShardedTrainer:
     def close(self) -> None:
         """End all ranks."""
         self._calls.attempt(self._calls.deadline, lambda: [*map(ray.kill, self._ranks)])
+        rmtree(self._meeting, ignore_errors=True)
 
     def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
         """Let all ranks do the same, and return their results."""

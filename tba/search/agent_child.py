@@ -36,6 +36,9 @@ THREADS = 10_000
 def main(end: int, rollout: str, max_memory: float | None) -> None:
     """Hold sessions for the searcher at the other end of a socket, until that is closed."""
     _die_with_parent()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(end, False)  # who has it would hide the end of this process
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, end))
     connection = socket.socket(fileno=end)
     try:
         function = _load(rollout)

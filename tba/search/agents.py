@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -90,6 +90,8 @@ class Endpoint:
     """A server on 127.0.0.1, in an event loop and a thread of its own."""
 
     def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0) -> None:
+        from tba.search.server import Listener, server
+
         self.turns = Turns(engine.complete, engine.joins_batches)
         self.counts: Counter[str] = Counter()
         """Numbers of calls, and of those that were refused, by metric."""
@@ -100,13 +102,13 @@ class Endpoint:
         self._config = engine.sampling
         self._sessions: dict[str, Live] = {}
         self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
-        self._socket = socket.socket()
+        self._socket = Listener()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
         self._socket.listen()  # so that who comes before the server waits
         self.port: int = self._socket.getsockname()[1]
         self.loop = EventLoop("endpoint")
-        self._server = _server(self._chat, self._models)
+        self._server = server(self._sessions, self._chat, self._models)
         self._serving = self.loop.begin(self._server.serve(sockets=[self._socket]))
 
     def begin(self, live: Live) -> str:
@@ -253,35 +255,6 @@ async def _is_gone(request: Any, job: Job) -> bool:
         gone.cancel()
         return False
     return True
-
-
-def _server(chat: Callable[[Any], Awaitable[Any]], models: Callable[[Any], Awaitable[Any]]) -> Any:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.routing import Route
-
-    routes = [
-        Route("/s/{session}/v1/chat/completions", chat, methods=["POST"]),
-        Route("/s/{session}/v1/models", models, methods=["GET"]),
-    ]
-    config = uvicorn.Config(
-        Starlette(routes=routes, exception_handlers={404: _not_served, 405: _not_served}),
-        access_log=False,  # paths are secrets
-        log_config=None,
-        log_level="error",
-        lifespan="off",
-        timeout_graceful_shutdown=1,
-    )
-    return uvicorn.Server(config)
-
-
-async def _not_served(request: Any, error: Any) -> Any:
-    """Refuse a request to another path, such as /responses, or by another method."""
-    told = (
-        "only POST {base_url}/chat/completions and GET {base_url}/models are served; set your"
-        " client to chat completions"
-    )
-    return RefusedError(error.status_code, told).reply()
 
 
 Held = tuple[Session, Verdict]

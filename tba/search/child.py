@@ -39,6 +39,9 @@ SLICE = 0.1
 def main(end: int) -> None:
     """Score for the searcher at the other end of a socket, until that is closed."""
     kill_with_parent()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(end, False)  # who has it would hide the end of this process
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, end))
     _limit(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # short of memory, Linux ends this process and not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")

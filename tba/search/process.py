@@ -40,6 +40,8 @@ GRACE = 2.0
 """Seconds after which a session that was told to end counts as stuck."""
 BLOCKED = 5.0
 """Seconds after which an event loop that does not hear of it counts as blocked."""
+PAUSES = (0.0, 0.5, 2.0, 5.0)
+"""Seconds before each start that a child has in place of one that has worked and ended."""
 LONGEST_LINE = 2**24
 """Most bytes of a reply."""
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -96,8 +98,13 @@ class Process(ABC):
     async def ready(self) -> None:
         """Start the child unless it runs; ChildProcessError if it cannot start, now and later."""
         async with self._starting:
+            until = time.monotonic() + self._start_deadline
             if not self._failure and (self._reading is None or self._writer.is_closing()):
-                self._failure = await self._start()
+                for pause in PAUSES if self.worked else PAUSES[:1]:
+                    await asyncio.sleep(pause)
+                    self._failure = await self._start()
+                    if not self._failure or time.monotonic() > until:
+                        break
             if self._failure:
                 told = f"{self._name} did not start: {self._failure}{self._hint}"
                 raise ChildProcessError(masked(told))
@@ -327,7 +334,7 @@ class AgentProcess(Process):
 
 def environment(python: str) -> dict[str, str]:
     """Return the environment of a program: no secrets, and nothing of this Python for another."""
-    inherited = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    inherited = {name: value for name, value in os.environ.items() if not is_secret(name, value)}
     if python == sys.executable:
         return inherited
     return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}

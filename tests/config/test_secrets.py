@@ -1,6 +1,7 @@
 """Secrets in options of user code: named by a variable, and written nowhere."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from tba.config.schema import Config, load
 from tba.config.tables import Use
 from tba.report import report
 from tba.runs.offline import export
+from tba.search.process import environment
 from tba.search.verdicts import rejection
 from tba.tasks.custom import reward_function
 
@@ -47,14 +49,29 @@ def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 SECRETS = """key api_key apiKey APIKey api-key API_KEY apikey hfToken db.password clientSecret
 judge.api_key PASSWD x-authorization credentials api_key2 credential PGPASSWORD NGROK_AUTHTOKEN
-secretkey dbpassword"""
+secretkey dbpassword passphrase api_keys pwd auth bearer pat set-cookie client_secret_value jwtKey
+GH_PAT DB_PASS PASS_DB MYSQL_PWD OPENAI_API_KEYS HF_TOKENS SECRET_X KEY_OPENAI OPENAI_KEY_PROD
+PRIVATE_KEY_B64 DOCKER_AUTH_CONFIG NEW_RELIC_LICENSE_KEY AWS_ACCESS_KEY_ID creds passwords oauth"""
 OTHERS = """max_tokens eos_token policy.eos_token padToken tokenizer key_column
-monkey turkeys secretary passwords_file 7 sort_keys"""
+monkey turkeys secretary passwords_file 7 sort_keys pass_reward pass_at_k bypass compass author
+token_budget step_tokens stop_tokens special_tokens tokens keys PWD OLDPWD PATH token_url keyword"""
+PASSWORDS = """postgres://user:hunter2@host/db redis://:hunter2@h:6379 a=https://u:hunter2@h
+https://host/x?a=1&api_key=hunter2 mongodb+srv://u:hunter2%40@h"""
+PLAIN = "http://h:80/a@b ssh://git@h/x s3://bucket/a:b@c http://h/x?keys=1 user:word@host {a}://b"
 
 
 def test_a_name_says_that_a_value_is_secret():
     assert [name for name in SECRETS.split() if not is_secret(name)] == []
     assert [name for name in ["", *OTHERS.split()] if is_secret(name)] == []
+    assert [text for text in PASSWORDS.split() if not is_secret("x", text)] == []
+    assert [text for text in PLAIN.split() if is_secret("x", text)] == []
+
+
+def test_a_program_inherits_no_variable_that_is_secret_by_its_name_or_its_value(monkeypatch):
+    monkeypatch.setenv("DATABASE", "postgres://user:hunter2@host/db")
+    monkeypatch.setenv("KEY_OPENAI", "hunter2")
+    inherited = environment(sys.executable)
+    assert "PATH" in inherited and "hunter2" not in str(inherited)
 
 
 SETTINGS = [
@@ -72,6 +89,10 @@ SETTINGS = [
     ["api_key=CANARY"],
     ["task=[{api_key='CANARY'}]"],
     ["task.reward.api_key='env: CANARY'"],
+    ["task.reward={use='f.py:make',passphrase='CANARY'}"],
+    ["task.reward={use='f.py:make',api_keys=['CANARY']}"],
+    ["task.reward={use='f.py:make',database_url='postgres://u:CANARY@host/db'}"],
+    ["task.env={DATABASE_URL='postgres://u:CANARY@host/db'}"],
 ]
 
 
@@ -116,18 +137,20 @@ class Mine(Ones):
 
     token: str = "default in code"
     auth: dict[str, list[str]] = field(default_factory=dict)
+    server: dict[str, str] = field(default_factory=lambda: {"password": "default in code"})
     inner: Inner = Inner("")
 
 
 def test_options_have_their_secrets_where_they_are_built(monkeypatch):
     monkeypatch.setenv("CANARY", CANARY)
-    options = {"token": "env:CANARY", "auth": {"key": ["env:CANARY", ""], "url": ["env:CANARY"]}}
+    options = {"token": "env:CANARY", "auth": {"key": ["env:CANARY", ""], "url": ["env:URL", "x"]}}
+    monkeypatch.setenv("URL", url := f"postgres://user:{CANARY}@host/db")
     options["inner"] = {"password": "env:CANARY"}
     plugin = resolve("tasks", "task", "test_secrets.Mine", options)
     assert CANARY not in repr(plugin)
     built = plugin.build()
     assert built.token == built.inner.password == CANARY
-    assert built.auth == {"key": [CANARY, ""], "url": ["env:CANARY"]}
+    assert built.auth == {"key": [CANARY, ""], "url": [url, "x"]}
 
 
 def test_a_default_in_code_is_not_written_to_the_config():

@@ -1,5 +1,7 @@
 """Readers of checkpoints beside a run that removes them: they hold what they read."""
 
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ from build import Slow
 from build import save_checkpoint as save
 
 from tba.runs.checkpoint import Checkpoints, choose, chosen
-from tba.runs.generations import damage, generations, held, path_of, remove, step_of
+from tba.runs.generations import MANIFEST, damage, generations, held, path_of, remove, step_of
 
 
 @pytest.fixture
@@ -98,3 +100,38 @@ def test_a_checkpoint_without_a_manifest_is_damaged_and_not_held_back(folder, sa
         pass
     saves(2)
     assert [step_of(g) for g in generations(folder)] == [2]
+
+
+def linked(path: Path) -> None:
+    """Move a file or a folder away, and leave a link."""
+    shutil.move(path, elsewhere := path.parents[3] / "elsewhere")
+    path.symlink_to(elsewhere)
+
+
+def replaced(path: Path, plant: Callable[[Path], object]) -> None:
+    path.unlink(missing_ok=True)
+    plant(path)
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "manifest-pipe": lambda g: replaced(g / MANIFEST, os.mkfifo),
+    "manifest-device": lambda g: replaced(g / MANIFEST, lambda p: p.symlink_to("/dev/zero")),
+    "manifest-deep": lambda g: (g / MANIFEST).write_text('{"a":' * 100_000),
+    "manifest-holes": lambda g: os.truncate(g / MANIFEST, 2**34),
+    "file-device": lambda g: replaced(g / "state.json", lambda p: p.symlink_to("/dev/zero")),
+    "file-link": lambda g: linked(g / "state.json"),
+    "file-holes": lambda g: os.truncate(g / "state", 2**43),
+    "another-pipe": lambda g: os.mkfifo(g / "model" / "added_tokens.json"),
+    "folder-link": lambda g: linked(g / "model"),
+    "step-link": linked,
+}
+"""What somebody may put into a checkpoint that he gives to another one."""
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("plant", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_in_a_checkpoint_can_hang_or_redirect_its_reader(plant, folder, saves):
+    saves(1)
+    plant(path_of(folder, 1))
+    with pytest.raises(ValueError, match="are damaged"), chosen(folder.parent):
+        pass

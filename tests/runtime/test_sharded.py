@@ -1,17 +1,22 @@
 """Runs whose trainer is divided over two ranks on this machine."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from build import newest_files, ray_config, replayed
 from safetensors.torch import load_file
+from torch import distributed
 
 from tba.assemble import run
 from tba.config.schema import DEFAULT, load
+from tba.learn.trainer import Ran
 from tba.report import report
 from tba.runs.checkpoint import newest
 from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runtime.ranks import ShardedTrainer, _gather
 
 TWO = (
     "trainer.devices=2", "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=1",
@@ -19,15 +24,40 @@ TWO = (
 )  # fmt: skip
 
 
-def test_a_run_of_two_ranks(tiny_model, tmp_path):
-    """In tests/learn/test_divided.py, any number of ranks goes on from a checkpoint."""
+def test_a_run_of_two_ranks(tiny_model, tmp_path, monkeypatch):
+    """They meet where only this user enters.
+
+    In tests/learn/test_divided.py, any number of ranks goes on from a checkpoint.
+    """
     folder = tmp_path / "run"
+    met: list[Path] = []
+
+    def step(trainer: Any, *given: Any, step: Any = ShardedTrainer.step) -> Any:
+        met.append(Path(trainer._meeting))
+        assert met[0].stat().st_mode & 0o777 == 0o700 and (met[0] / "store").stat().st_size > 0
+        return step(trainer, *given)
+
+    monkeypatch.setattr(ShardedTrainer, "step", step)
     run(ray_config(tiny_model, folder, *TWO, "run.steps=3"))
+    assert len(met) == 3 and not met[0].exists()
     rows = [row for row in read(folder / METRICS) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert min(row["batch/imbalance"] for row in rows) >= 0
     assert max(row["sync/logp_gap"] for row in rows) < 1e-4
     assert "2 ranks, the longest" in report([folder]).read_text("utf-8")
+
+
+def test_ranks_exchange_numbers_and_unpickle_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed.distributed_c10d, "_unpickler", None)
+    store = distributed.FileStore(str(tmp_path / "store"))
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    metrics = {"loss": torch.tensor([0.1, -1e-30]), "full": torch.tensor([True, False])}
+    first, second = _gather([Ran(metrics, 3, 1), Ran({}, 2, 2)])
+    distributed.destroy_process_group()
+    assert first.metrics.keys() == metrics.keys() and (first.tokens, first.padding) == (3, 1)
+    for name, values in metrics.items():
+        assert first.metrics[name].dtype == values.dtype and first.metrics[name].equal(values)
+    assert second == Ran({}, 2, 2)
 
 
 @pytest.mark.slow

@@ -1,15 +1,25 @@
 """Programs that talk to the policy over HTTP: sessions, forks, faults, and whole runs."""
 
 import json
+import math
 import re
 import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from conftest import EOS
 from programs import refusal, user
+from suite import until
 from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
@@ -19,10 +29,12 @@ from tba.search import process
 from tba.search.agent_child import _as_json
 from tba.search.agents import Agents, Endpoint, Live
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
+from tba.search.process import AgentProcess, EventLoop
 from tba.search.result import Responses
 from tba.search.searcher import Searcher
 from tba.search.session import Session
-from tba.search.verdicts import Rejected, added
+from tba.search.verdicts import Rejected, Verdict, added
+from tba.tasks import Program
 from tba.types import Group, collate
 
 __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
@@ -303,3 +315,139 @@ def test_a_session_may_be_as_long_as_the_models_context(agent, model, tmp_path):
 def test_wrong_settings_are_named_before_anything_starts(settings, why, agent, tiny_model):
     with pytest.raises(ValueError, match=why):
         check(agent("once", "1", settings=[setting.format(tiny_model) for setting in settings]))
+
+
+# Other users of the machine
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Endpoint, str]]:
+    """An endpoint of 100 connections, which have half a second, and the name of a session."""
+    from tba.search import server
+
+    few = psutil.Process().num_fds() + 200
+    monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (few, few))
+    monkeypatch.setattr(server, "SECONDS", 0.5)
+    engine: Any = SimpleNamespace(complete=None, joins_batches=False, explores=True, sampling=None)
+    text: Any = None
+    endpoint = Endpoint(engine, text)
+    live: Any = SimpleNamespace(running={})
+    yield endpoint, endpoint.begin(live).split("/")[-2]
+    endpoint.close()
+
+
+def request(session: str, body: str = "", length: int = 0) -> bytes:
+    """Return a request for models, or with a body."""
+    method, what = ("POST", "chat/completions") if body else ("GET", "models")
+    head = f"{method} /s/{session}/v1/{what} HTTP/1.1\r\nhost: here\r\n"
+    return f"{head}content-length: {length or len(body)}\r\n\r\n{body}".encode()
+
+
+def test_a_connection_without_a_whole_request_to_a_session_is_closed(endpoint):
+    """Whether it says nothing, a part, or whole requests to no session, again and again."""
+    end, name = endpoint
+    models = request(name)
+    parts = {
+        "nothing": b"", "head": models[:20], "second head": models + models[:20],
+        "body": request(name, "abc", 9), "no session": request("guessed"),
+        "endless body": request("guessed", "abc", 10**9), "head of 20 kB": b"G" * 20_000,
+    }  # fmt: skip
+    connections = end._server.server_state.connections
+    with ExitStack() as sockets:
+        for part in parts.values():
+            one = socket.create_connection(("127.0.0.1", end.port), 5)
+            sockets.enter_context(one).sendall(part)
+        until(lambda: len(connections) == len(parts) - 1, 1)  # no HTTP, and closed at once
+        until(lambda: not connections, 3)
+
+
+def test_idle_connections_do_not_hold_up_a_session(endpoint):
+    end, name = endpoint
+    with ExitStack() as sockets:
+        for _ in range(150):
+            idle = socket.create_connection(("127.0.0.1", end.port), 5)
+            sockets.enter_context(idle)
+        own = sockets.enter_context(socket.create_connection(("127.0.0.1", end.port), 5))
+        own.sendall(request(name))
+        assert own.recv(20).startswith(b"HTTP/1.1 200")
+        assert len(end._server.server_state.connections) <= 101
+
+
+CHUNKED = (
+    b"POST /s/guessed/v1/chat/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "parts", [(CHUNKED, b"zz\r\n"), (CHUNKED + b"zz\r\n",)], ids=["two", "one"]
+)
+def test_what_is_no_http_is_not_logged(endpoint, parts, caplog):
+    with socket.create_connection(("127.0.0.1", endpoint[0].port), 5) as own:
+        for part in parts:
+            own.sendall(part)
+            time.sleep(0.05)
+        while own.recv(9999):
+            pass
+    assert caplog.text == ""
+
+
+# Processes that die while they start again
+
+DIES = """
+import os
+from pathlib import Path
+
+starts = Path(__file__).with_name("starts")
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("." * (count + 1))
+if 0 < count <= {deaths}:
+    os.kill(os.getpid(), 9)
+if {forks} and os.fork() == 0:  # it has what it inherits, and stays
+    os.execvp("sleep", ["sleep", "20"]) if {forks} == 2 else __import__("time").sleep(20)
+
+def rollout(base_url, row):
+    if row["dies"]:
+        os.kill(os.getpid(), 9)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def held_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return what holds a session with a program, and then another one."""
+    monkeypatch.setattr(process, "PAUSES", (0.0, 0.01, 0.01, 0.01))
+    loop = EventLoop("test")
+
+    def held(deaths: int = 0, forks: int = 0) -> list[Verdict | None]:
+        (tmp_path / "own.py").write_text(DIES.format(deaths=deaths, forks=forks))
+        program = Program(f"{tmp_path}/own.py:rollout", sys.executable, 60.0, 4, 9, "append", {})
+        agent = AgentProcess(program, math.inf, 60.0)
+
+        async def both() -> list[Verdict | None]:
+            until = time.monotonic() + 60
+            return [await agent.run("", {"dies": dies}, until, True) for dies in (True, False)]
+
+        return loop.begin(both()).result(60)
+
+    yield held
+    loop.close()
+
+
+@pytest.mark.parametrize("deaths", [2, 99])
+def test_a_process_that_dies_while_it_starts_again_is_started_a_few_times(
+    held_by, deaths, tmp_path
+):
+    if deaths == 2:
+        died, again = held_by(deaths)
+        assert died.reason == "died" and again == 1.0
+    else:
+        with pytest.raises(ChildProcessError, match=r"did not start: .* signal 9 \(Killed\)"):
+            held_by(deaths)
+    assert len((tmp_path / "starts").read_text()) == min(2 + deaths, 5)
+
+
+@pytest.mark.parametrize("forks", [1, 2])
+def test_a_process_that_another_one_outlives_is_known_to_have_ended(held_by, forks):
+    began = time.monotonic()
+    died, again = held_by(forks=forks)
+    assert died.reason == "died" and again == 1.0 and time.monotonic() - began < 15
