@@ -135,7 +135,7 @@ class Trajectory(Response):
 
     `version`, `switches` and `marks` are as in the completion. `value` is there for objectives
     that ask for rollouts: at each token, V of the state before its step, see
-    `objectives.ValueRollouts`.
+    `objectives.ValueRollouts`. `count` is the number of equal samples that it stands for.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -147,6 +147,7 @@ class Trajectory(Response):
     value: Float32[np.ndarray, " T"] | None = None
     switches: tuple[tuple[int, int], ...] = ()
     marks: UInt8[np.ndarray, " T"] | None = None
+    count: int = 1
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the steps since the weights of each sampled token, at the trainer's `step`."""

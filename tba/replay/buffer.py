@@ -126,12 +126,13 @@ class ReplayBuffer:
         self.counts["not_finite"] += len(group.trajectories) - len(finite)
         if not finite:
             return
-        self.counts["added"] += len(finite)
+        total = sum(t.count for t in finite)
+        self.counts["added"] += total
         store = self._store
         prompt = store.number(group)
         head = store.heads[prompt]
         if group.reference < head.reference:
-            self.counts["evicted_reference"] += len(finite)
+            self.counts["evicted_reference"] += total
             return
         if group.reference > head.reference:
             self.counts["evicted_reference"] += store.remove(store.rows_of(prompt))
@@ -139,9 +140,11 @@ class ReplayBuffer:
         finite = [behind_prompt(t, group.prompt_tokens, head.prompt_tokens) for t in finite]
         keys = [key_of(t, prompt) for t in finite]
         new = dict(zip(keys, finite, strict=True))
-        samples = np.array(list(Counter(keys).values()))
-        known = store.put(prompt, new, samples, now)
-        self.counts["duplicates"] += len(finite) - len(new) + known
+        samples = dict.fromkeys(keys, 0)
+        for key, t in zip(keys, finite, strict=True):
+            samples[key] += t.count
+        known = store.put(prompt, new, np.array(list(samples.values())), now)
+        self.counts["duplicates"] += total - len(new) + known
         excess = store.prompts["held"].item(prompt) - self.per_prompt
         if excess > 0:
             self.counts["evicted_per_prompt"] += store.evict(excess, prompt)

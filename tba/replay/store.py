@@ -350,6 +350,7 @@ def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
         value=held.get("value"),
         switches=switches_of(held["versions"]) if row["switched"] else (),
         marks=held.get("marks"),
+        count=row["count"],
     )
 
 

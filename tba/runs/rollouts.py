@@ -1,16 +1,16 @@
 """Logged rollouts: a file of sessions that the replay buffer begins with, and one of its content.
 
 A row has messages, of which the assistant's are trained on, a text or messages and the whole
-answer to it, or tokens, beside which texts are for people only. Its `columns`, a table, are for
-reward functions that score it again:
+answer to it, or tokens, with which texts are compared. Its `columns`, a table, are for reward
+functions that score it again:
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group": "question 7"}
     {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0}
     {"prompt_ids": [...], "ids": [...], "sampled": [...], "reward": 1.0, "group": "question 7"}
 
 `sampled` has a 1 for each token that the policy sampled, 0 for others, and 2 for the first token of
-a new context. Rows with the same `group` answer the same prompt; without one, those whose messages
-or tokens begin alike do.
+a new context. Rows with the same `group` answer the same prompt; without one, those whose tokens
+begin with the same prompt do. A row that might mean something else is left out.
 """
 
 import hashlib
@@ -19,30 +19,59 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unicodedata import normalize
 
 import numpy as np
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
+from tba.config.errors import about, choices
 from tba.config.schema import Config
+from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer, load_text
-from tba.prompt import Prompt
+from tba.models.template import text_of
+from tba.prompt import Message, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import chosen
 from tba.runs.log import read_config
 from tba.runs.setup import RunSetup
 from tba.search.chat import Chat, shown
-from tba.search.session import THOUGHTS, Session, readable
+from tba.search.session import Session, readable, squeezed
 from tba.search.verdicts import LARGEST
-from tba.types import RESTART, SAMPLED, Completion, Group, Trajectory, marks_of
+from tba.tasks._data import JSON
+from tba.types import SAMPLED, Completion, Group, Trajectory, marks_of
 
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16
 """Groups whose log-probs under the reference are computed at once."""
-LONGEST_LINE = 2**24
-"""Most characters of a row."""
+LONGEST_LINE, LONGEST_WHY = 2**24, 400
+"""Most characters of a row, and of what is wrong with it."""
+MOST = 2**31 - 1
+"""Most samples of a file."""
 SHOWN = 3
 """Rows that a warning about broken rows names."""
+MESSAGE = ("role", "content", "weight", "id", "index")
+OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+"""Keys of every message, and further ones by its role."""
+
+
+class Row(BaseModel, strict=True, extra="forbid"):
+    """Keys of rows. `version` is not read: they are of version 0 of the new run."""
+
+    reward: float = Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)
+    group: str | int = ""
+    columns: dict[str, Any] = {}
+    version: Any = 0
+    count: PositiveInt = 1
+    finished: bool = True
+    messages: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []
+    prompt: str | list[dict[str, Any]] = ""
+    completion: str = ""
+    prompt_ids: list[NonNegativeInt] = []
+    ids: list[NonNegativeInt] = Field([], min_length=1)
+    sampled: list[Literal[0, 1, 2]] = []
 
 
 def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
@@ -54,30 +83,32 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
         raise ValueError(f"replay.rollouts = {str(file)!r}: no such file")
     groups: dict[tuple[str, bytes], Group] = {}
     broken = []
-    count = 0
-    with file.open(encoding="utf-8-sig", errors="replace") as lines:
+    rows = samples = 0
+    with file.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            count += 1
+            rows += 1
             try:
                 row = _row_in(line)
                 name, prompt, completion, reward, times = _read(row, text)
+                columns = row.get("columns", {})
+                own = Prompt(f"rollouts-{name}", row.get("prompt", text.prompt(prompt)), columns)
+                head = groups.get((name, prompt.tobytes()), Group(own, prompt, ()))
+                if json.dumps(columns) != json.dumps(head.prompt.columns):
+                    raise ValueError("its columns are not those of the first row of its group")
+                if samples + times > MOST:
+                    raise ValueError(f"count is {times:,}; the rows may count {MOST:,} in all")
             except Exception as error:  # a row may hold anything
-                broken.append(f"row {number}: {_why(error)}")
+                broken.append(f"row {number}: {_why(error)}"[:LONGEST_WHY])
                 continue
-            key = name, prompt.tobytes()
-            if key not in groups:
-                columns = row.get("columns")
-                own = columns if isinstance(columns, dict) else {}
-                own_prompt = Prompt(f"rollouts-{name}", text.prompt(prompt), own)
-                groups[key] = Group(own_prompt, prompt, ())
-            trajectory = completion.rewarded(reward, completion.logp)
-            before = groups[key].trajectories
-            groups[key] = replace(groups[key], trajectories=(*before, *[trajectory] * times))
+            samples += times
+            trajectory = replace(completion.rewarded(reward, completion.logp), count=times)
+            trajectories = (*head.trajectories, trajectory)
+            groups[name, prompt.tobytes()] = replace(head, trajectories=trajectories)
     if broken:
         log.warning(
-            "replay.rollouts: %d of %d rows are left out: %s%s", len(broken), count,
+            "replay.rollouts: %d of %d rows are left out: %s%s", len(broken), rows,
             "; ".join(broken[:SHOWN]), "; …" if broken[SHOWN:] else "",
         )  # fmt: skip
     if not groups:
@@ -108,7 +139,7 @@ def with_reference(
 
 def described(groups: Sequence[Group], config: Config) -> str:
     """Return in words how many rollouts there are, and how often each is trained on, if known."""
-    samples = sum(len(group.trajectories) for group in groups)
+    samples = sum(t.count for group in groups for t in group.trajectories)
     counts = f"{samples:,} logged rollouts of {len(groups):,} prompts"
     buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
     buffer.add(groups, now=0)
@@ -122,132 +153,205 @@ def described(groups: Sequence[Group], config: Config) -> str:
     return f"{counts}; each is trained on {times:.1f} times on average"
 
 
-def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:
-    """Write the replay buffer of a checkpoint as rollouts; return what was written."""
+def write_rollouts(run: Path, out: Path, step: int | str | None, remote_code: bool = False) -> str:
+    """Write the replay buffer of a checkpoint as rollouts; return what was written.
+
+    Only with `remote_code`, code of the run's model may be run to load its tokenizer.
+    """
     config = read_config(run)
-    text = load_text(config.policy)
+    policy = config.policy.model_copy(update={"trust_remote_code": remote_code})
     buffer = ReplayBuffer()
-    with chosen(run, step) as generation:
+    with chosen(run, step) as generation, about("its tokenizer (see --trust-remote-code)"):
         buffer.load(generation)
-    columns = buffer.columns()
-    count = 0
+        if policy.lora is None and not remote_code:
+            policy = policy.model_copy(update={"model": str(generation / MODEL)})
+        text = load_text(policy)
+    groups = buffer.groups()
+    rows = [(group, t) for group in groups for t in group.trajectories]
     with out.open("x", encoding="utf-8") as lines:
-        for number, group in zip(columns.prompts.tolist(), buffer.groups(), strict=True):
-            times = columns.count[columns.rows(number)].tolist()
-            for t, own in zip(group.trajectories, times, strict=True):
-                texts = {"completion": shown(text, t, config.sampling.stop)}
-                lines.write(json.dumps(_row(group, t, own) | texts) + "\n")
-                count += 1
-    return f"{out}: {count:,} responses to {len(columns.prompts):,} prompts"
+        for group, t in rows:
+            texts = {"completion": shown(text, t, config.sampling.stop)}
+            lines.write(json.dumps(_row(group, t, text) | texts) + "\n")
+    return f"{out}: {len(rows):,} responses to {len(groups):,} prompts"
 
 
-def _row(group: Group, t: Trajectory, times: int) -> dict[str, Any]:
+def _row(group: Group, t: Trajectory, text: Tokenizer) -> dict[str, Any]:
+    prompt, tokens = group.prompt.text, group.prompt_tokens
     return {
         "group": group.prompt.id,
-        "prompt": group.prompt.text,
+        # an agent has a prompt of its own, and a long one may have been cut
+        "prompt": text.prompt(tokens) if _lost(_contents(prompt), [tokens], text) else prompt,
         "columns": group.prompt.columns,
         "version": t.version,
-        "prompt_ids": group.prompt_tokens.tolist(),
+        "prompt_ids": tokens.tolist(),
         "ids": t.tokens.tolist(),
         "sampled": marks_of(t).tolist(),
         "reward": t.reward,
         "finished": t.finished,
-        "count": times,
+        "count": t.count,
     }
 
 
 def _row_in(line: str) -> dict[str, Any]:
-    """Return the table that a line has."""
+    """Return the table that a line has, without keys that are null."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE:,} characters")
-    row = json.loads(line)
+    line.encode()  # raises for bytes that are not UTF-8
+    row = JSON.decode(line)
+    json.dumps(row, ensure_ascii=False).encode()  # raises for half a character
     if not isinstance(row, dict):
         raise ValueError("it is no table")
-    return row
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _read(
     row: Mapping[str, Any], text: Tokenizer
 ) -> tuple[str, np.ndarray, Completion, float, int]:
     """Return the group, the prompt, the response, its reward and how often it counts."""
-    reward = row["reward"]
-    if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise ValueError(f"reward is {reward!r}, which is no number")
-    if not abs(reward) <= LARGEST:
-        raise ValueError(f"reward is {reward}; it must be between ±{LARGEST:g}")
-    if "messages" in row:
-        prompt, completion, begin = _of_messages(row, text)
-    else:
-        prompt, completion = _of_tokens(row) if "ids" in row else _of_text(row, text)
-        begin = prompt.tobytes()
+    reward = Row.model_validate(row).reward
+    read = _of_messages if "messages" in row else _of_text
+    read = _of_tokens if "ids" in row else read
+    mixed = row.keys() & {"messages", "tools"} and row.keys() & {"prompt", "completion", "ids"}
+    if mixed or (row.keys() & {"prompt_ids", "sampled"} and "ids" not in row):
+        raise ValueError("it has keys of several forms: give messages, a completion or ids")
+    prompt, completion, texts = read(row, text)
     text.check_known(np.concatenate([prompt, completion.tokens]), "it")
+    lost = _lost(texts, [prompt, completion.tokens], text)
+    if lost:
+        raise ValueError(
+            "the template or the tokenizer lacks a text, or the ids are of another tokenizer (then"
+            f" leave out prompt_ids, ids and sampled): its tokens do not say {lost!r}"
+        )
     bounds = [0, *completion.restarts, len(completion.tokens)]
     longest = max(np.diff(bounds).max(), len(prompt) + bounds[1])
     if longest > text.context:
         raise ValueError(f"it has {longest} tokens, and the model's context {text.context}")
-    name = str(row["group"]) if "group" in row else hashlib.sha256(begin).hexdigest()[:16]
-    times = int(row.get("count", 1))
-    if times < 1:
-        raise ValueError(f"count is {times}; it must be 1 or more")
-    return name, prompt, completion, float(reward), times
+    sampled = marks_of(completion) == SAMPLED
+    ended = np.isin(completion.tokens, [*text.eos_ids]) & sampled
+    if not sampled.any() or (ended[:-1] & sampled[1:]).any():
+        raise ValueError("no token is sampled, or one after EOS; end it with the first EOS")
+    name = row.get("group", hashlib.sha256(prompt.tobytes()).hexdigest()[:16])
+    return str(name), prompt, completion, reward, row.get("count", 1)
 
 
-def _of_messages(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion, bytes]:
-    """Return a conversation as a prompt and the session that followed it, and how it began."""
-    schemas = {tool["function"]["name"]: tool for tool in row.get("tools") or ()}
+def _of_messages(
+    row: Mapping[str, Any], text: Tokenizer
+) -> tuple[np.ndarray, Completion, list[str]]:
+    """Return a conversation as a prompt and the session that followed it, and its texts."""
+    tools = row.get("tools", ())
+    schemas = {tool["function"]["name"]: tool for tool in tools}
+    messages = [_message(message) for message in row["messages"]]
+    calls = any("tool_calls" in message for message in messages)
+    if len(schemas) < len(tools) or (calls and not tools):
+        raise ValueError("it has calls without tools, or two tools with the same name")
     chat = Chat(text, schemas)
     session = Session("append")
-    messages = [readable(message) for message in row["messages"]]
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if place == 0 or messages[place - 1]["role"] == "assistant":
-            raise ValueError("a message of the assistant follows no other message")
-        for name in THOUGHTS:
-            if message.get(name):
-                raise ValueError(
-                    f"a message of the assistant has {name}; write it into content, in the form in"
-                    " which the model writes it, or give prompt_ids and ids"
-                )
-        written = text.tokenizer(chat.written(message), add_special_tokens=False)["input_ids"]
-        session.add(session.ask(messages[:place], chat), _finished(written, text), message)
-    if not session.exchanges:
-        raise ValueError("no message is the assistant's")
-    first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    begin = json.dumps([messages[:first], schemas], sort_keys=True).encode()
-    return session.prompt, session.completion(len(session.prompt), finished=True), begin
+    own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [i for i in own if messages[i].get("weight") != 0]
+    if not trained or any(place - 1 in (-1, *own) for place in own):
+        raise ValueError("it needs messages of the assistant, each after one of somebody else")
+    texts = _contents(messages[: trained[-1]])
+    finished = row.get("finished", True)
+    for place in trained:
+        asked = session.ask(messages[:place], chat)
+        texts.append(chat.written(messages[place]))
+        turn = _turn(texts[-1], asked.context, text, finished or place != trained[-1])
+        session.add(asked, turn, messages[place])
+    return session.prompt, session.completion(len(session.prompt), finished), texts
 
 
-def _of_text(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion]:
-    written = text.tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-    return text.encode(Prompt("", row["prompt"])), _finished(written, text)
+def _message(given: Mapping[str, Any]) -> Message:
+    """Return a message for the chat template. ValueError for what it would lose."""
+    message = readable(given)
+    known = (*MESSAGE, *OF_ROLE.get(given["role"], ()))
+    for name, value in given.items():
+        if name not in known and value not in (None, "", [], {}):
+            raise ValueError(f"a message has {name}; write it into content, or remove it")
+    weights = (None, 0, 1) if given["role"] == "assistant" else (None, 0)
+    calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    content = given.get("content")
+    content = "" if content is None and calls else content
+    parts = content if isinstance(content, list) else [{"text": content}]
+    is_text = all(isinstance(part["text"], str) and {*part} <= {"type", "text"} for part in parts)
+    if not is_text or given.get("weight") not in weights or {*map(type, calls)} - {dict}:
+        raise ValueError(
+            "a message needs a text as content, a weight of 0 (or 1, for the assistant's), and"
+            " objects as arguments of calls"
+        )
+    return message
 
 
-def _finished(written: Sequence[int], text: Tokenizer) -> Completion:
-    """Return what the policy has written as a completion that ends with EOS."""
-    tokens = np.array([*written, text.eos_id], np.int32)
-    return Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
+def _of_text(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion, list[str]]:
+    asked = row["prompt"]
+    asked = asked if isinstance(asked, str) else [_message(message) for message in asked]
+    prompt = text.encode(Prompt("", asked))
+    completion = _turn(row["completion"], prompt, text, row.get("finished", True))
+    return prompt, completion, [*_contents(asked), row["completion"]]
 
 
-def _of_tokens(row: Mapping[str, Any]) -> tuple[np.ndarray, Completion]:
+def _turn(written: str, context: np.ndarray, text: Tokenizer, finished: bool) -> Completion:
+    """Return what the policy has written after a context, with one EOS if it is `finished`.
+
+    It is tokenised with the token before it: alone, some tokenizers would begin it with a space.
+    """
+    last = text.tokenizer.decode(context[-1:].tolist())
+    texts = [last, last + written, written]
+    begun, ids, alone = text.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = ids[len(begun) :] if ids[: len(begun)] == begun else alone
+    end = ids[-1] if ids else None
+    has_ended = end in text.eos_ids
+    is_special = end in text.tokenizer.all_special_ids and end != text.tokenizer.unk_token_id
+    if (is_special or has_ended) and has_ended != finished:
+        raise ValueError("it ends with EOS, but finished is false, or with another special token")
+    if "\ufffd" in written:
+        raise ValueError("it has U+FFFD, which stands for bytes that are lost; give ids")
+    ids += [text.eos_id] * (finished and not has_ended)
+    return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), finished, 0)
+
+
+def _of_tokens(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Completion, list[str]]:
     prompt = np.array(row["prompt_ids"], np.int32)
     tokens = np.array(row["ids"], np.int32)
     marks = np.array(row.get("sampled", [SAMPLED] * len(tokens)), np.uint8)
-    if prompt.ndim != 1 or not len(prompt) or len(marks) != len(tokens):
-        raise ValueError("prompt_ids, ids and sampled must be lists, the last two equally long")
-    if min(*prompt, *tokens) < 0 or marks.max() > RESTART or not (marks == SAMPLED).any():
-        raise ValueError("sampled must be 0, 1 or 2, with a 1, and no id negative")
-    completion = Completion(
-        tokens=tokens,
-        logp=np.zeros(len(tokens), np.float32),
-        finished=bool(row.get("finished", True)),
-        version=0,
-        marks=None if (marks == SAMPLED).all() else marks,
-    )
-    return prompt, completion
+    if len(marks) != len(tokens) or (not len(prompt) and marks[0] == SAMPLED):
+        raise ValueError("sampled must be as long as ids, and not begin with 1 without prompt_ids")
+    finished = row.get("finished", int(tokens[-1]) in text.eos_ids)
+    own = None if (marks == SAMPLED).all() else marks
+    completion = Completion(tokens, np.zeros(len(tokens), np.float32), finished, 0, marks=own)
+    return prompt, completion, [*_contents(row.get("prompt", "")), row.get("completion", "")]
+
+
+def _contents(prompt: str | Sequence[Message]) -> list[str]:
+    """Return the texts of a prompt, without earlier turns, which templates may shorten."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [text_of(m.get("content")) for m in prompt if m["role"] != "assistant"]
+
+
+def _lost(texts: Sequence[str], parts: Sequence[np.ndarray], text: Tokenizer) -> str:
+    """Return the first text that no part of the tokens says, as it is or as JSON; "" if none."""
+
+    def plain(each: str) -> str:  # without what tokenizers may change
+        return squeezed(normalize("NFKC", each).casefold())
+
+    decoders = (text.decode, text.tokenizer.decode)
+    said = [plain(decode(part)) for part in parts for decode in decoders]
+    for each in texts:
+        forms = plain(each), plain(json.dumps(each, ensure_ascii=False)[1:-1])
+        if not any(form in part for form in forms for part in said):
+            return each
+    return ""
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            return f"unknown key {name!r}: put it into columns{choices(name, Row.model_fields)}"
+        return f"{name}: {first['msg']}"
+    if isinstance(error, UnicodeError):
+        return "it has bytes or half characters that are not UTF-8; save the file as UTF-8"
     if isinstance(error, KeyError):
         return f"it has no {error.args[0]!r}"
     return str(error).partition("\n")[0]

@@ -303,7 +303,7 @@ def _with_calls(message: Message) -> Message:
     """Return a turn with its calls as the policy writes them."""
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
     written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    content = "\n".join([text_of(message["content"]), *written]).strip()
+    content = "\n".join(filter(None, [text_of(message["content"]), *written]))
     return {"role": message["role"], "content": content}
 
 

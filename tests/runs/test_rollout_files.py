@@ -3,10 +3,12 @@
 import json
 import logging
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -15,15 +17,20 @@ import numpy as np
 import programs
 import pytest
 import torch
-from conftest import EOS
+from conftest import EOS, PAD
 from exact import toy_config
 from safetensors.torch import load_file
 from talk import dialogue_config, dialogue_model
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tba.assemble import open_run, run
+from tba.cli import rollouts
 from tba.config.schema import Config, load
 from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
+from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
 from tba.runs.checks import stored_config
@@ -32,7 +39,7 @@ from tba.runs.log import CHECKPOINTS
 from tba.runs.offline import serve
 from tba.runs.rollouts import described, read_rollouts, write_rollouts
 from tba.search.chat import shown
-from tba.types import Completion
+from tba.types import GIVEN, RESTART, SAMPLED, Completion, Group, Trajectory, marks_of
 
 __all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 
@@ -102,7 +109,9 @@ def text(model: Path) -> Tokenizer:
 
 def rows(folder: Path, *rows: Any) -> Path:
     file = folder / "rows.jsonl"
-    file.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    lines = [json.dumps(row) if isinstance(row, dict | list) else row for row in rows]
+    encoded = [line.encode() if isinstance(line, str) else line for line in lines]
+    file.write_bytes(b"".join(line + b"\n" for line in encoded))
     return file
 
 
@@ -146,26 +155,228 @@ def test_the_chats_of_the_page_are_trained_on(model, tmp_path):
 
 def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
     sound = {"prompt_ids": [5, 6], "ids": [7, 1], "sampled": [1, 1], "reward": 1.0}
-    thoughtful = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
-    broken = [
-        "{", "[]", {**sound, "reward": "much"}, {**sound, "reward": float("nan")},
-        {**sound, "ids": [10**6, 1]}, {**sound, "sampled": [0, 0]}, {**sound, "prompt_ids": []},
-        {**sound, "sampled": [1]}, {"reward": 1.0}, {"messages": [], "reward": 1},
-        {"messages": [programs.user("x")], "reward": 1},
-        {"messages": [programs.user("x"), thoughtful], "reward": 1},
-        {**sound, "ids": [7] * 5000, "sampled": [1] * 5000}, {**sound, "ids": [2**40, 1]},
-        {**sound, "sampled": [300, 1]}, {**sound, "count": 0},
-    ]  # fmt: skip
+    broken = [{**sound, "reward": "much"}, *["{", "[]"] * 3]
     with caplog.at_level(logging.WARNING):
         (group,) = read_rollouts(rows(tmp_path, sound, *broken), text)
     assert len(group.trajectories) == 1
-    assert f"{len(broken)} of {len(broken) + 1} rows are left out: row 2: " in caplog.text
+    assert "7 of 8 rows are left out: row 2: reward: Input should be a valid number" in caplog.text
     with pytest.raises(ValueError, match="has no sound row"):
         read_rollouts(rows(tmp_path, *broken), text)
-    chat = {"messages": [programs.user("x"), thoughtful], "reward": 1}
-    with pytest.raises(ValueError, match="has no sound row"):
-        read_rollouts(rows(tmp_path, chat), text)
-    assert "has reasoning_content; write it into content" in caplog.text
+
+
+ASKED = programs.user("x")
+TEXT = {"prompt": "x", "completion": "y", "reward": 1}
+TOKENS = {"prompt_ids": [5, 6], "ids": [7, 1], "reward": 1}
+CALL = {"function": {"name": "double", "arguments": [2]}}
+
+
+def chat(*messages: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, *messages], "reward": 1, **keys}
+
+
+def said(content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+LEFT_OUT = {
+    "types": (
+        {**TOKENS, "ids": [7.5]}, {**TOKENS, "ids": ["7"]}, {**TOKENS, "prompt_ids": [True]},
+        {**TOKENS, "sampled": [1, 1.4]}, {**TOKENS, "finished": "no"}, {**TEXT, "count": 1.5},
+        {**TEXT, "count": "3"}, {**TEXT, "count": 0}, {**TEXT, "count": 2**63},
+        {**TEXT, "group": {"a": 1}}, {**TEXT, "group": True}, {**TEXT, "columns": [1]},
+        {**TEXT, "reward": True}, {**TEXT, "reward": float("nan")}, {**TEXT, "reward": 1e13},
+        chat(said(5)), chat({**ASKED, "content": {"a": 1}}, said("y")), chat(said(None)),
+        chat(said("", tool_calls=[CALL]), tools=[programs.DOUBLE]),
+    ),
+    "keys": (
+        {**TEXT, "score": 1}, {"prompt": "x", "completions": "y", "reward": 1},
+        {**TEXT, "finish_reason": "length"}, {**TEXT, "weight": 2}, {**TEXT, "messages": [ASKED]},
+        {**TEXT, "tools": [programs.DOUBLE]}, {**TOKENS, "messages": [ASKED, said("y")]},
+        {**TOKENS, "logprobs": [0, 0]}, chat(said("y"), sampled=[1]), chat(said("y"), mask=[1]),
+        chat(said("y", name="Bo")), chat(said("", refusal="no")), chat(said("y", prefix=True)),
+        chat(said("4", reasoning_content="2 + 2")), chat({**ASKED, "name": "Bo"}, said("y")),
+        chat(said("", function_call={"name": "f"})), chat(said("a"), said("b")), {"reward": 1},
+        '{"prompt": "x", "completion": "y", "reward": 1, "reward": 0}',
+    ),
+    "weights": (
+        chat(said("y", weight=0.5)), chat(said("y", weight=0)), chat(said("y", loss_mask=0)),
+        chat(said("y", train=False)), chat(said("y", training_detail=[{"train": False}])),
+        chat({**ASKED, "weight": 1}, said("y")), chat(said("y"), assistant_masks=[1]),
+        chat(said([{"type": "text", "text": "y", "train": False}])),
+    ),
+    "ends": (
+        {**TEXT, "completion": f"y{EOS}{EOS}"}, {**TEXT, "completion": f"y{EOS}\n"},
+        {**TEXT, "completion": f"y{EOS}", "finished": False}, chat(said(f"y{EOS}z")),
+        {**TOKENS, "ids": [7, 1, 1]}, {**TEXT, "completion": "", "finished": False},
+        {**TEXT, "completion": "y<pad>"},
+    ),
+    "encodings": (
+        b'{"prompt": "x", "completion": "caf\xe9", "reward": 1}', json.dumps(TEXT).encode("utf-16"),
+        {**TEXT, "columns": {"a": "\ud800"}}, {**TEXT, "completion": "caf\ufffd"},
+        {**TEXT, "completion": "caf\u00e9"}, chat({**ASKED, "content": "\u00e9"}, said("y")),
+    ),
+    "tokens": (
+        {**TOKENS, "prompt": "x"}, {**TOKENS, "completion": "y"}, {**TOKENS, "prompt": [ASKED]},
+        {**TOKENS, "sampled": [1]}, {**TOKENS, "sampled": [0, 0]}, {**TOKENS, "sampled": [1, 3]},
+        {**TOKENS, "prompt_ids": []}, {**TOKENS, "ids": [10**6]}, {**TOKENS, "ids": [-1]},
+        {**TOKENS, "ids": [2**40]}, {**TOKENS, "ids": [7] * 5000}, {**TOKENS, "ids": []},
+    ),
+}  # fmt: skip
+"""Rows that mean nothing certain."""
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_a_row_that_might_mean_something_else_is_left_out(kind, text, tmp_path, caplog):
+    for row in LEFT_OUT[kind]:
+        file = rows(tmp_path, row)
+        with pytest.raises(ValueError, match="has no sound row"):
+            print(row, read_rollouts(file, text))
+        assert "rows are left out: row 1: " in caplog.messages[-1]
+
+
+READ = (
+    (chat(said("    return x\n")), "    return x\n<eos>"),
+    (chat(said([{"type": "text", "text": " a "}])), " a <eos>"),
+    (chat(said("a\n"), ASKED, said("\nb"), ASKED), "a\n<eos>\nb<eos>"),
+    (chat(said("bad", weight=0), ASKED, said("good", weight=1)), "good<eos>"),
+    (chat(said("good"), ASKED, said("bad", weight=0), ASKED, said("fine")), "good<eos>fine<eos>"),
+    (chat(said("good"), ASKED, said("bad", weight=0)), "good<eos>"),
+    (chat(said("ok<eos>"), ASKED, said("ok<eos>")), "ok<eos>ok<eos>"),
+    (chat(said("a"), ASKED, said("b"), finished=False), "a<eos>b"),
+    (chat(said("a", refusal=None, annotations=[])), "a<eos>"),
+    ({**TEXT, "completion": "y<eos>", "tools": None}, "y<eos>"),
+    ({**TEXT, "completion": " y\n", "finished": False}, " y\n"),
+    ({**TEXT, "completion": ""}, "<eos>"),
+    ({**TOKENS, "prompt": "#$", "completion": "%"}, "%<eos>"),
+)
+
+
+def test_a_row_is_read_as_it_is_written(text, tmp_path):
+    for row, sampled in READ:
+        ((t,),) = [group.trajectories for group in read_rollouts(rows(tmp_path, row), text)]
+        tokens = t.tokens if t.sampled is None else t.tokens[t.sampled]
+        assert text.tokenizer.decode(tokens.tolist()) == sampled
+        assert t.finished == sampled.endswith(EOS)
+
+
+def test_the_space_that_a_tokenizer_puts_first_is_no_part_of_a_completion(model, tmp_path):
+    spaced = Tokenizers(models.BPE({c: i for i, c in enumerate([PAD, EOS, *"\u2581x=y"])}, []))
+    spaced.pre_tokenizer = pre_tokenizers.Metaspace()
+    spaced.decoder = decoders.Metaspace()
+    own = PreTrainedTokenizerFast(tokenizer_object=spaced, eos_token=EOS)
+    shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("token*", "*.jinja"))
+    own.save_pretrained(tmp_path / "model")
+    text = load_text(load(None, [f"policy.model={tmp_path}/model"]).policy)
+    for completion in ("y", " y"):
+        row = {"prompt": "x=", "completion": completion, "reward": 1}
+        (group,) = read_rollouts(rows(tmp_path, row), text)
+        whole = np.concatenate([group.prompt_tokens, group.trajectories[0].tokens])
+        assert own.decode(whole.tolist()) == f"x={completion}<eos>"
+
+
+def random_groups(text: Tokenizer, seed: int) -> list[Group]:
+    """Groups of every form, with random tokens."""
+    rng = np.random.default_rng(seed)
+
+    def some(least: int, most: int = 4) -> list[int]:
+        return rng.integers(2, len(text.tokenizer), rng.integers(least, most)).tolist()
+
+    def response(contexts: int, finished: bool, begins: int) -> Trajectory:
+        tokens: list[int] = []
+        marks: list[int] = []
+        for context in range(contexts):
+            given = some(1) if context or begins != SAMPLED else []
+            kind = rng.choice([GIVEN, RESTART]) if context else begins
+            turn = [*some(0), text.eos_id] if context < contexts - 1 or finished else some(1)
+            tokens += [*given, *turn]
+            marks += [kind, *[GIVEN] * len(given)][: len(given)] + [SAMPLED] * len(turn)
+        zeros = np.zeros(len(tokens), np.float32)
+        own = None if min(marks) == max(marks) else np.array(marks, np.uint8)
+        reward, count = rng.normal(), int(rng.integers(1, 9))
+        ids = np.array(tokens, np.int32)
+        return Trajectory(ids, zeros, zeros, reward, 3, finished, marks=own, count=count)
+
+    groups = []
+    for number in range(40):
+        prompt = np.array(some(1), np.int32)
+        asked: Any = text.prompt(prompt)
+        contexts, begins = 1, SAMPLED
+        match number % 5:
+            case 1:  # a dialogue, or a session
+                asked = [{"role": "user", "content": asked, "name": "Bo"}]
+                contexts = 2
+            case 2:  # sessions that begin unlike
+                prompt, contexts, begins = prompt[:0], 2, int(rng.choice([GIVEN, RESTART]))
+            case 3:  # a program that writes its own prompt, or a prompt that was cut
+                asked = f"row {number}"
+        responses = tuple(response(contexts, bool(i % 2), begins) for i in range(4))
+        groups.append(Group(Prompt(f"p{number}", asked, {"gold": number}), prompt, responses))
+    return groups
+
+
+def content(groups: Sequence[Group]) -> list[Any]:
+    """All that rollouts have in common with the buffer that they were written from."""
+    responses = []
+    for group in groups:
+        head = (group.prompt_tokens.tolist(), group.prompt.columns)
+        for t in group.trajectories:
+            own = (t.tokens.tolist(), marks_of(t).tolist(), t.reward, t.finished, t.count)
+            responses.append((*head, *own))
+    return responses
+
+
+@pytest.fixture(scope="module")
+def logged(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ReplayBuffer]:
+    """A run with rollouts of every form in its checkpoint, and its buffer."""
+    folder = tmp_path_factory.mktemp("logged") / "run"
+    with open_run(toy_config(toy_model, folder, "sampling.stop=['3', '7=']")) as opened:
+        opened.buffer = ReplayBuffer()
+        opened.buffer.add(random_groups(opened.parts.text, seed=0), now=0)
+        opened.save()
+        return folder, opened.buffer
+
+
+def test_every_form_of_rollout_is_read_as_it_was_in_the_buffer(logged, toy_model, tmp_path):
+    folder, buffer = logged
+    write_rollouts(folder, file := tmp_path / "rows.jsonl", None)
+    read = read_rollouts(file, load_text(load(None, [f"policy.model={toy_model}"]).policy))
+    assert len(buffer) > 100 and content(read) == content(buffer.groups())
+    again = ReplayBuffer()
+    again.add(read, now=0)
+    assert again.columns().count.sum() == buffer.columns().count.sum()
+
+
+def test_a_count_is_a_weight(text, tmp_path, caplog):
+    """It takes no memory, and all together fit the buffer's columns."""
+    row = {**TEXT, "count": 10**9}
+    file = rows(tmp_path, row, {**row, "completion": "z"}, {**row, "completion": "w"}, TEXT)
+    (group,) = read_rollouts(file, text)
+    assert [t.count for t in group.trajectories] == [10**9, 10**9, 1]
+    assert "row 3: count is 1,000,000,000; the rows may count 2,147,483,647" in caplog.text
+    buffer = ReplayBuffer()
+    buffer.add([group], now=0)
+    assert sorted(buffer.columns().count.tolist())[-2:] == [10**9, 10**9 + 1]
+    assert buffer.counts["added"] == len(buffer) + buffer.counts["duplicates"] == 2 * 10**9 + 1
+
+
+def test_rollouts_of_a_run_of_others_are_written_without_running_code(logged, tmp_path):
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(logged[0], run)
+    shutil.copytree(newest(run / CHECKPOINTS) / "model", model)
+    (model / "own.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path)!r}, 'ran').touch()"
+    )
+    changes = {"auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"}
+    for file, keys in (
+        (model / "config.json", changes),
+        (run / "config.json", {"policy": {"model": str(model), "trust_remote_code": True}}),
+    ):
+        file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    rollouts(run, tmp_path / "rows.jsonl")
+    assert (tmp_path / "rows.jsonl").stat().st_size and not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match=r"\(see --trust-remote-code\): policy.model = .*loaded"):
+        rollouts(run, tmp_path / "other.jsonl", remote_code=True)
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +396,7 @@ def test_wrong_settings_are_named(settings, why, toy_model, tmp_path):
 
 
 def test_rollouts_are_read_once_and_those_beyond_the_limits_told(toy_model, tmp_path):
-    texts = [{"prompt": "1+1=", "completion": c, "reward": 1.0} for c in "1234"]
+    texts = [{"prompt": "1+1=", "completion": c, "reward": 1.0} for c in "1237"]
     file = rows(tmp_path, *texts)
     given = [*OFFLINE, f"replay.rollouts={file}", "replay.per_prompt=3", "run.steps=6"]
     settings = toy_config(
