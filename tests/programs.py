@@ -27,10 +27,16 @@ DOUBLE = {
 }  # fmt: skip
 
 
-def post(base_url: str, messages: list[Any], timeout: float = 60.0, **options: Any) -> Any:
+def post(
+    base_url: str,
+    messages: list[Any],
+    timeout: float = 60.0,
+    headers: dict[str, str] | None = None,
+    **options: Any,
+) -> Any:
     """Return the response to a request, which can be read."""
     body = json.dumps({"model": "policy", "messages": messages, **options}).encode()
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **(headers or {})}
     return urlopen(Request(f"{base_url}/chat/completions", body, headers), timeout=timeout)
 
 
@@ -101,7 +107,17 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
     """Ask for all that cannot be done; each is refused in a sentence."""
     hello = [user("Say")]
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"n": 2}, "n = 2"),
+        ({"n": 2}, "n = 2 is not supported; leave it out and repeat the request"),
+        ({"n": True}, "n = True"),
+        ({"temperature": "0.7"}, "temperature"),
+        ({"top_k": 3}, "top_k = 3 is not that of the config"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "leave one out"),
+        ({"seed": 1.5}, "seed"),
+        ({"stop": ["x", "y<eos>"]}, "stop has 'y<eos>', but"),
+        ({"stream": "false"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "needs stream=true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": [DOUBLE]}, "tool_choice = 'required'"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -123,6 +139,8 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
     assert "no text" in refusal(base_url, [image])[2]
     assert refusal(base_url, [])[0] == 400
     assert refusal(base_url, [{"content": "?"}])[0] == 400
+    for wrong_message in ({"role": "user"}, {"role": "tool", "content": 0}):
+        assert "messages.1.content must be" in refusal(base_url, [*hello, wrong_message])[2]
     function = {"role": "function", "name": "double", "content": "2"}
     assert "role = 'function' is none of" in refusal(base_url, [*hello, function])[2]
     odd = {"role": "assistant", "content": "?", "tool_calls": 5}
@@ -167,28 +185,40 @@ async def blocks(base_url: str, row: dict[str, Any]) -> float:
 
 def greets(base_url: str, row: dict[str, Any]) -> float:
     """Begin in another way each time."""
-    ask(base_url, [user(f"Say {time.monotonic_ns() % 97}")])
+    ask(base_url, [user(f"Say {time.monotonic_ns()}")])
     return 1.0
 
 
 def at_once(base_url: str, row: dict[str, Any]) -> float:
-    """Send the same request over two connections, and others beside it."""
+    """Send the same request over three connections: as three samples, or as one and its retries."""
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (3, {}),
+        (1, {"seed": 1}),
+        (1, {"headers": {"Idempotency-Key": "a"}}),
+        (1, {"headers": {"x-stainless-retry-count": "1"}}),
+    ]
+    known: set[str] = set()
     with ThreadPoolExecutor(3) as threads:
-        texts = ["Say 1", "Say 1", "Say 2"]
-        replies = list(threads.map(lambda text: ask(base_url, [user(text)]), texts))
-    assert said(replies[0]) == said(replies[1])
+        for calls, options in cases:
+            given = {"tools": [DOUBLE], **options}
+            sent = [threads.submit(ask, base_url, [user("Say 1")], **given) for _ in range(3)]
+            replies = [each.result() for each in sent]
+            ids = {call["id"] for reply in replies for call in said(reply)["tool_calls"]}
+            assert len({reply["id"] for reply in replies}) == len(ids) == len(ids - known) == calls
+            known |= ids
     return 1.0
 
 
 def gives_up(base_url: str, row: dict[str, Any]) -> float:
-    """Leave before the reply, and ask the same again."""
-    try:
-        post(base_url, [user("Say 1")], timeout=0.1)
-    except OSError:
-        time.sleep(0.3)
-        ask(base_url, [user("Say 1")])
-        return 1.0
-    return 0.0  # it was too fast to leave
+    """Wait for less time than a reply takes, and ask the same again."""
+    for attempt in range(20):
+        try:
+            with post(base_url, [user("Say 1")], timeout=0.3) as reply:
+                reply.read()
+            return float(attempt > 0)
+        except OSError:
+            time.sleep(0.1)
+    return 0.0
 
 
 def breaks_off(base_url: str, row: dict[str, Any]) -> float:
@@ -232,7 +262,9 @@ def streams(base_url: str, row: dict[str, Any]) -> float:
     tokens = first["choices"][0]["token_ids"]
     prompt = first["prompt_token_ids"]
     assert second["prompt_token_ids"][: len(prompt) + len(tokens)] == prompt + tokens
-    assert len(first["choices"][0]["logprobs"]["content"]) == len(tokens)
+    content = first["choices"][0]["logprobs"]["content"]
+    assert len(content) == len(tokens)
+    assert bytes(b for one in content for b in one["bytes"]).decode() == said(first)["content"]
     with urlopen(f"{base_url}/models", timeout=60) as models:
         assert json.loads(models.read())["data"][0]["id"] == "policy"
     return 1.0

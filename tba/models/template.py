@@ -105,7 +105,7 @@ def with_names(messages: Sequence[Message]) -> Iterator[Message]:
     for message in messages:
         calls = message.get("tool_calls", ())
         names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-        name = names.get(message.get("tool_call_id", ""))
+        name = names.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
         yield message if name is None else {"name": name, **message}
 
 

@@ -39,11 +39,11 @@ from tba.runs.log import (
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
 from tba.runtime.placement import device_here
-from tba.search.agents import Endpoint, Live
+from tba.search.agents import Endpoint
 from tba.search.chat import encoder, identity
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import EvaluatedAnswer
-from tba.search.session import Session
+from tba.search.session import Live, Session
 from tba.types import Sampling
 from tba.weights import Direct, Weights, published, read_weights
 

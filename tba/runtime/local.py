@@ -1,4 +1,4 @@
-"""Search in the trainer's own process, inside `gather`: synchronous and bit-reproducible."""
+"""Search in the trainer's own process, inside `gather`: bit-reproducible, except with agents."""
 
 import time
 from collections.abc import Iterator

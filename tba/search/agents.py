@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,13 +32,12 @@ from pydantic import ValidationError
 from tba.engines import Engine, EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
-from tba.search.chat import Chat
+from tba.search.chat import Chat, check_stop
 from tba.search.process import AgentProcess, EventLoop
 from tba.search.result import Responses
-from tba.search.session import Asked, Exchange, Session, Turns
+from tba.search.session import Asked, Job, Live, Session, Turns
 from tba.search.verdicts import Rejected, Verdict
-from tba.search.wire import RefusedError, Request, completion, message_of
-from tba.streams import Use, seed_of
+from tba.search.wire import RefusedError, Request
 from tba.tasks import Program
 from tba.types import GIVEN, Completion, Sampling, Turn
 
@@ -50,40 +49,6 @@ WAITING = 1024
 CHATS = 64
 """Most sets of tools whose chats are kept."""
 ENDED = "the session has ended, or there is none at this path"
-
-
-@dataclass(eq=False)
-class Live:
-    """A session that is being held: sample number `sample` of the search with this seed."""
-
-    session: Session
-    sampling: Sampling
-    search: int
-    sample: int
-    max_calls: int
-    calls: int = 0
-    running: dict[str, "Job"] = field(default_factory=dict)
-    """Replies that are being sampled, by the body of the request."""
-    numbers: dict[str, int] = field(default_factory=dict)
-    """Numbers of the calls whose reply nobody has read yet, by the body of the request."""
-
-    def seed(self, body: str) -> int:
-        """Return the seed of a call: that of the same request, if nobody read its reply."""
-        if body not in self.numbers:
-            if self.calls == self.max_calls:
-                raise RefusedError(410, f"the session has had its {self.calls} calls (max_calls)")
-            self.numbers[body] = self.calls
-            self.calls += 1
-        return seed_of(self.search, Use.TURN, self.sample, self.numbers[body])
-
-
-@dataclass(eq=False)
-class Job:
-    """A reply that is being sampled, for one connection or several with the same request."""
-
-    task: "asyncio.Task[tuple[Asked, Completion]]"
-    waiting: int = 0
-    exchange: Exchange | None = None
 
 
 class Endpoint:
@@ -120,7 +85,7 @@ class Endpoint:
     def end(self, url: str) -> None:
         """End a session: its running requests are cancelled, and later ones refused."""
         live = self._sessions.pop(url.split("/")[-2])
-        for job in live.running.values():
+        for job in live.jobs:
             job.task.cancel()
 
     def close(self) -> None:
@@ -161,34 +126,34 @@ class Endpoint:
         live = self._sessions.get(name)
         if live is None:
             raise RefusedError(410, ENDED)
-        key = json.dumps(asked.model_dump(), sort_keys=True)
-        if key not in live.running:
-            live.running[key] = Job(asyncio.create_task(self._sampled(live, asked, key)))
-        job = live.running[key]
+        key = request.headers.get("idempotency-key", "" if asked.seed is None else "seed")
+        body = json.dumps([key, asked.model_dump()], sort_keys=True)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        job = live.repeated(body, key != "", is_retry)
+        if job is None:
+            job = Job(body)
+            job.task = asyncio.create_task(self._sampled(live, asked, job))
+            live.jobs.append(job)
         if await _is_gone(request, job):
-            if job.waiting == 0 and job.exchange is None:
-                job.task.cancel()
-                live.running.pop(key, None)
-            return RefusedError(499, "nobody reads this").reply()
-        live.running.pop(key, None)
+            return RefusedError(499, "the client has left").reply()
+        if not key:  # nothing asks for it again
+            live.jobs = [each for each in live.jobs if each is not job]
         try:
             context, turn = await job.task
         except asyncio.CancelledError:
             raise RefusedError(410, ENDED) from None
         if name not in self._sessions:
             raise RefusedError(410, ENDED)
-        stop = asked.stops or live.sampling.stop
-        message = message_of(context.chat, context.context, turn, asked, stop)
-        if job.exchange is None:
-            job.exchange = live.session.add(context, turn, message)
-            del live.numbers[key]
+        if job.response is None:
+            job.response = live.respond(job, asked, context, turn)
             self.counts["agents/calls"] += 1
-        return completion(asked, context.chat.text, context.context, turn, message)
+        return job.response
 
-    async def _sampled(self, live: Live, asked: Request, key: str) -> tuple[Asked, Completion]:
+    async def _sampled(self, live: Live, asked: Request, job: Job) -> tuple[Asked, Completion]:
         """Return the tokens of a request, and the policy's reply."""
         with self.turns.expect():
             try:
+                check_stop(asked.stops, self._text, "stop")
                 sampling = asked.sampling(live.sampling, self._config, self._fixed)
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
@@ -205,7 +170,7 @@ class Endpoint:
                 )
                 raise RefusedError(400, told, "context_length_exceeded")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            reply = self.turns.sample(Turn(tokens, sampling, live.seed(key)))
+            reply = self.turns.sample(Turn(tokens, sampling, live.seed(job)))
         try:
             return context, await reply
         except Exception as error:
@@ -384,7 +349,7 @@ class Agents:
             return verdict
         last = session.exchanges[-1]
         answer = self._text.answer(last.turn.tokens, finished, (), last.turn.version)
-        return replace(answer, messages=[*last.asked.messages, last.reply])
+        return replace(answer, messages=list(last.messages))
 
 
 def common(sequences: Sequence[np.ndarray]) -> np.ndarray:

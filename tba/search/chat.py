@@ -17,7 +17,9 @@ from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import Completion, Trajectory
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+OBJECT = r"""\s*\{(?:"(?:[^"\\]|\\.)*"|[^"])*?\}\s*"""
+CALL = re.compile(rf"<tool_call>({OBJECT}|.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""A call; an object may have the tags in its strings."""
 FORM = '{"name": ..., "arguments": {...}}'
 ABOUT = f"""You may call these functions:
 <tools>
@@ -128,9 +130,11 @@ class Chat:
         return after_eos[1:] if after_eos[0] == last else self.text.tokens(between)
 
     def read(
-        self, context: np.ndarray, turn: np.ndarray, stop: Sequence[str]
-    ) -> tuple[Message, list[Call]]:
-        """Return a turn of the policy as a message, and its calls in order."""
+        self, context: np.ndarray, turn: np.ndarray, stop: Sequence[str],
+        begun: Message | None = None,
+    ) -> tuple[Message, list[Call]]:  # fmt: skip
+        """Return a turn of the policy, or what it adds to a message, and its calls in order."""
+        head = begun["content"] if begun else ""
         tokenizer = self.text.tokenizer
         content = self.text.answer(turn, True, stop).text
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -143,17 +147,19 @@ class Chat:
                 )
             except (ValueError, KeyError, RecursionError) as error:
                 return message, [Call(error=str(error).partition("\n")[0])]
-            calls = [_call(each) for each in parsed.get("tool_calls") or ()]
-            spoken = parsed.get("content") or ""
+            before = len((begun or {}).get("tool_calls", ()))
+            calls = [_call(each) for each in parsed.get("tool_calls") or ()][before:]
+            spoken = (parsed.get("content") or "").removeprefix(head)
             if ended:  # what reads calls may leave it
                 spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
             return {**message, **parsed, "content": before_stop(spoken, stop)}, calls
-        written = tokenizer.decode(turn[: len(turn) - ended].tolist())
+        written = head + tokenizer.decode(turn[: len(turn) - ended].tolist())
         calls = [_read(each) for each in CALL.findall(written)]
         if calls:
             sound = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
             functions = [_as_function(each) for each in sound]
-            content = before_stop(CALL.sub("", written), stop).strip()
+            added = CALL.sub("", written).removeprefix(CALL.sub("", head))
+            content = before_stop(added, stop).strip()
             message |= {"content": content, "tool_calls": functions}
         return message, calls
 
@@ -245,13 +251,13 @@ def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str
     return text.answer(response.tokens, response.finished, stop).text
 
 
-def check_stop(stops: Sequence[str], text: Tokenizer) -> None:
+def check_stop(stops: Sequence[str], text: Tokenizer, key: str = "sampling.stop") -> None:
     """Raise ValueError for a stop string with a special token, which no decoded text contains."""
     for stop in stops:
         special = [token for token in text.tokenizer.all_special_tokens if token in stop]
         if special:
             raise ValueError(
-                f"sampling.stop has {stop!r}, but the text of a response has no special tokens;"
+                f"{key} has {stop!r}, but the text of a response has no special tokens;"
                 f" set policy.eos_token={special[0]!r} to end responses with it"
             )
 
@@ -301,7 +307,8 @@ def _without_calls(message: Message) -> Message:
 
 def _with_calls(message: Message) -> Message:
     """Return a turn with its calls as the policy writes them."""
-    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [json.dumps(function, ensure_ascii=False) for function in functions]
     written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     content = "\n".join(filter(None, [text_of(message["content"]), *written]))
     return {"role": message["role"], "content": content}
@@ -314,7 +321,9 @@ def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:
 def _read(written: str) -> Call:
     """Return the call that is written between the tags."""
     try:
-        return _call({"function": json.loads(written)})
+        call = json.loads(written)
+        json.dumps(call, allow_nan=False)  # Infinity is no JSON to others
+        return _call({"function": call})
     except (ValueError, RecursionError) as error:
         return Call(error=f"{error}; write {FORM}")
 

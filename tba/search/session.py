@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,8 +20,10 @@ import numpy as np
 from tba.models.template import THOUGHTS as THOUGHTS
 from tba.models.template import normalised, text_of, with_names
 from tba.prompt import Message
-from tba.search.chat import Chat
-from tba.types import NOTHING, Completion, Turn, joined
+from tba.search.chat import CALL, Chat
+from tba.search.wire import RefusedError, Request, completion, message_of
+from tba.streams import Use, seed_of
+from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 
 History = Literal["append", "template"]
 """What the policy sees of the past: its own tokens, or what the chat template makes of it."""
@@ -74,6 +76,14 @@ class Asked:
         before = self.after
         return np.concatenate([before.asked.context, before.turn.tokens, self.given])
 
+    @property
+    def begun(self) -> Message | None:
+        """The last message, if the reply continues it."""
+        last = self.messages[-1]
+        is_text = last["role"] == "assistant" and not last.get("tool_calls")
+        is_open = self.after is not None and len(self.after.said) == len(self.said)
+        return last if is_text or is_open else None
+
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
@@ -82,8 +92,25 @@ class Exchange:
     asked: Asked
     turn: Completion
     reply: Message
-    said: tuple[Said, ...]
-    """What the request's messages and the reply say."""
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """The request's messages and the reply, as one message with the one that it continues."""
+        begun = self.asked.begun
+        if begun is None:
+            return (*self.asked.messages, self.reply)
+        head = begun["content"]
+        if self.reply.get("tool_calls"):  # the first of these calls may have begun in the text
+            head = CALL.sub("", head)
+        calls = [*begun.get("tool_calls", ()), *self.reply.get("tool_calls", ())]
+        added = {"content": head + self.reply["content"], "tool_calls": calls}
+        whole = readable({**begun, **self.reply, **added})
+        return (*self.asked.messages[:-1], whole)
+
+    @cached_property
+    def said(self) -> tuple[Said, ...]:
+        """What `messages` say."""
+        return tuple(map(said_in, self.messages))
 
     @cached_property
     def spoken(self) -> str:
@@ -113,6 +140,11 @@ class Session:
         """Return the tokens of a request. ValueError if the chat template cannot show it."""
         shown = tuple(with_names(list(map(readable, messages))))
         said = tuple(map(said_in, shown))
+        for exchange in self.exchanges:  # programs may keep the parts of a turn apart
+            apart = (*exchange.asked.said, said_in(exchange.reply))
+            if exchange.asked.begun is not None and begins(said, apart):
+                shown = (*exchange.messages, *shown[len(apart) :])
+                said = tuple(map(said_in, shown))
         rendered = ""
         if self.history == "template":
             rendered = chat.rendered(shown)
@@ -122,13 +154,13 @@ class Session:
             return Asked(chat, shown, said, None, chat.text.tokens(rendered), rendered)
         new = shown[len(before.said) :]
         last = int(before.turn.tokens[-1])
-        given = chat.reply(last, new, chat.described(before.asked.messages))
+        described = chat.described(before.asked.messages)
+        given = chat.reply(last, new, described) if new else NO_TOKENS
         return Asked(chat, shown, said, before, given, rendered)
 
     def add(self, asked: Asked, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
         """Record a reply that the program receives."""
-        message = readable(reply)
-        exchange = Exchange(asked, turn, message, (*asked.said, said_in(message)))
+        exchange = Exchange(asked, turn, readable(reply))
         self.exchanges.append(exchange)
         return exchange
 
@@ -171,16 +203,65 @@ class Session:
         return sorted(leaves, key=lambda leaf: self.exchanges.index(leaf.path[0]))
 
     def _before(self, said: Sequence[Said], chat: Chat, rendered: str) -> Exchange | None:
-        """Return the deepest exchange that the request goes on from."""
+        """Return the deepest exchange that the request follows, or whose turn it continues."""
         earlier = []
         for exchange in self.exchanges:
-            begins = all(map(Said.is_again, exchange.said, said))
+            is_open = int(exchange.turn.tokens[-1]) not in chat.text.eos_ids
             same_tools = exchange.asked.chat.schemas == chat.schemas
-            if len(exchange.said) < len(said) and begins and same_tools:
+            follows = len(exchange.said) < len(said) + is_open and begins(said, exchange.said)
+            if follows and same_tools:
                 earlier.append(exchange)
         if self.history == "template":
             earlier = [exchange for exchange in earlier if _is_kept(exchange, rendered)]
         return max(earlier, key=lambda exchange: len(exchange.said), default=None)
+
+
+@dataclass(eq=False)
+class Job:
+    """A call: a request and its retries, which all get the same response."""
+
+    body: str
+    task: "asyncio.Task[tuple[Asked, Completion]]" = field(init=False)
+    number: int = 0
+    waiting: int = 0  # connections
+    response: Any = None
+
+
+@dataclass(eq=False)
+class Live:
+    """A session that is being held: sample number `sample` of the search with this seed."""
+
+    session: Session
+    sampling: Sampling
+    search: int
+    sample: int
+    max_calls: int
+    calls: int = 0
+    jobs: list[Job] = field(default_factory=list)
+
+    def repeated(self, body: str, has_key: bool, is_retry: bool) -> Job | None:
+        """Return the call that a request repeats.
+
+        Without a key, only a retry repeats a call that a client still waits for.
+        """
+        same = [job for job in self.jobs if job.body == body]
+        pending = [job for job in same if job.response is None and (is_retry or not job.waiting)]
+        return min(same if has_key else pending, key=lambda job: job.waiting, default=None)
+
+    def seed(self, job: Job) -> int:
+        """Return the seed of a call, and number it."""
+        if self.calls == self.max_calls:
+            raise RefusedError(410, f"the session has had its {self.calls} calls (max_calls)")
+        job.number = self.calls
+        self.calls += 1
+        return seed_of(self.search, Use.TURN, self.sample, job.number)
+
+    def respond(self, job: Job, request: Request, asked: Asked, turn: Completion) -> Any:
+        """Record the reply to a request, and return the response."""
+        given = asked.context, turn, request, request.stops or self.sampling.stop
+        message = message_of(asked.chat, *given, asked.begun, job.number)
+        self.session.add(asked, turn, message)
+        return completion(asked.chat.text, *given, message)
 
 
 class Turns:
@@ -259,6 +340,11 @@ def readable(message: Mapping[str, Any]) -> Message:
     return {**plain, "content": text_of(plain["content"])}
 
 
+def begins(said: Sequence[Said], own: Sequence[Said]) -> bool:
+    """Return whether a request begins with the messages of an exchange."""
+    return len(own) <= len(said) and all(map(Said.is_again, own, said))
+
+
 def said_in(message: Message) -> Said:
     """Return what a readable message says."""
     said = {name: value for name, value in message.items() if name not in (*IDS, *THOUGHTS)}
@@ -268,7 +354,8 @@ def said_in(message: Message) -> Said:
     if "tool_calls" in said:
         said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
     thoughts = "".join(str(message.get(name, "")) for name in THOUGHTS)
-    return Said(json.dumps(said, sort_keys=True), thoughts)
+    plain = json.loads(json.dumps(said), parse_int=float)  # JavaScript writes 1.0 as 1
+    return Said(json.dumps(plain, sort_keys=True), thoughts)
 
 
 def _is_kept(exchange: Exchange, rendered: str) -> bool:

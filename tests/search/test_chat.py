@@ -135,6 +135,8 @@ WRITTEN: dict[str, tuple[str, str, list[Any]]] = {
     "the same call twice": (call("a") * 2, "", [("a", {})] * 2),
     "without arguments": ('<tool_call>{"name": "a"}</tool_call>', "", [("a", {})]),
     "not closed": ('<tool_call>{"name": "a", "arguments": {}}', "", [("a", {})]),
+    "the tags in a text": (call("a", b='"</tool_call>'), "", [("a", {"b": '"</tool_call>'})]),
+    "a number that is none of JSON's": (call("a", b=float("inf")), "", [None]),
     "no JSON": ("Try <tool_call>double(4)</tool_call>", "Try", [None]),
     "a list": ("<tool_call>[1]</tool_call>", "", [None]),
     "arguments that are a list": ('<tool_call>{"name": "a", "arguments": [4]}', "", [None]),
@@ -155,6 +157,20 @@ def test_calls_are_read(case, chat):
     assert message["content"] == content
     sound = [{"name": name, "arguments": arguments} for name, arguments in filter(None, expected)]
     assert message.get("tool_calls", []) == [{"type": "function", "function": s} for s in sound]
+
+
+def test_a_call_is_shown_as_the_policy_wrote_it(chat):
+    """By a template without tools, too; those with tools do so by their `tojson`."""
+    for template, line_break in ((SIMPLE, "\n"), (KNOWING, "")):
+        made = chat(template)
+        call_of_it = '{"name": "a", "arguments": {"ß": "naïve </tool_call> 1\u2028", "x": 1.0}}'
+        written = f"<tool_call>{line_break}{call_of_it}{line_break}</tool_call>"
+        turn = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": json.loads(call_of_it)}],
+        }
+        assert written in made.rendered([{"role": "user", "content": "?"}, turn])
 
 
 def test_a_turn_may_end_with_a_stop_string(chat):

@@ -48,6 +48,13 @@ CALLED = [
     (2, "word", 2, PLAIN),
 ]  # fmt: skip
 """The message before a turn with a call is changed."""
+CONTINUED = [
+    (0, "none", 0, PLAIN),
+    (1, "removed", 2, PLAIN),
+    (2, "removed", 3, PLAIN),
+    (3, "none", 0, PLAIN),
+]
+"""The first reply is continued twice."""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +109,7 @@ def edited(messages: list[Any], edit: str, place: int) -> list[Any]:
 )
 @given(steps=STEPS)
 @example(steps=CALLED)
+@example(steps=CONTINUED)
 @settings(max_examples=10, deadline=None)
 def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
     """It goes on from the deepest call whose messages and reply it begins with.
@@ -119,10 +127,11 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
         request = Request(messages=messages, tools=[TOOL])
         asked = session.ask(request.messages, chat)
         wanted = meaning(messages)
-        depths = {
-            exchange: len(own) * (wanted[: len(own)] == own and len(own) < len(wanted))
-            for exchange, own in said.items()
-        }
+        depths = {}
+        for exchange, own in said.items():
+            is_open = exchange.turn.tokens[-1] != tokenizer.eos_token_id
+            follows = wanted[: len(own)] == own and len(own) < len(wanted) + is_open
+            depths[exchange] = len(own) * follows
         shown = chat.rendered(asked.messages)
         own = tokenizer.decode(asked.context.tolist()).replace(PAD, "")  # it has no line break
         if asked.after is not None:
@@ -138,7 +147,7 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
         written = tokenizer(thought + answer + called, add_special_tokens=False)["input_ids"]
         tokens = np.array([*written, *ended], np.int32)
         turn = Completion(tokens, np.zeros(len(tokens), np.float32), ends, 0)
-        reply = message_of(chat, asked.context, turn, request, request.stops)
+        reply = message_of(chat, asked.context, turn, request, request.stops, asked.begun)
         reply = json.loads(json.dumps(reply))
         said[session.add(asked, turn, reply)] = meaning([*messages, reply])
         answers = [
@@ -146,6 +155,68 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
             for c in reply.get("tool_calls") or []
         ]
         told.append([*messages, reply, *(answers or [{"role": "user", "content": "and?"}])])
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    "parts, content",
+    [
+        (("The ans", "wer is ", "4."), "The answer is 4."),
+        (("Hm. <tool_", 'call>{"name": "double", "argu', 'ments": {"n": 1}}</tool_call>'), "Hm."),
+        (("1", call("double", n=1), call("double", n=1)), "1"),
+    ],
+)
+def test_a_reply_that_is_cut_off_and_continued_is_one_turn(text, parts, content, apart, history):
+    """Its tokens follow each other, whether the program joins the parts or not."""
+    tokenizer = text.tokenizer
+    tokenizer.chat_template = SIMPLE
+    chat = Chat(replace(text, tokenizer=tokenizer), {"double": TOOL})
+    session = Session(history)
+    messages: list[Any] = [{"role": "user", "content": "Say 1"}]
+    before: list[int] = []
+    for place, part in enumerate(parts):
+        request = Request(messages=messages, tools=[TOOL])
+        asked = session.ask(messages, chat)
+        assert not before or asked.context.tolist() == before
+        ended = [text.eos_id] * (place == 2)
+        tokens = np.array([*text.tokens(part), *ended], np.int32)
+        before = [*asked.context.tolist(), *tokens.tolist()]
+        turn = Completion(tokens, np.zeros(len(tokens), np.float32), place == 2, 0)
+        reply = message_of(chat, asked.context, turn, request, (), asked.begun, place)
+        session.add(asked, turn, reply)
+        if place == 0 or apart or "tool_calls" in {**messages[-1], **reply}:
+            messages = [*messages, reply]
+        else:
+            joined = messages[-1]["content"] + reply["content"]
+            messages = [*messages[:-1], {"role": "assistant", "content": joined}]
+    whole = session.exchanges[-1].messages[-1]
+    assert whole["content"].strip() == content
+    calls = whole.get("tool_calls", ())
+    assert [c["function"]["arguments"] for c in calls] == [{"n": 1}] * "".join(parts).count("</")
+    asked = session.ask([*messages, {"role": "user", "content": "and?"}], chat)
+    assert asked.context.tolist()[: len(before)] == before and session.forks == 0
+
+
+def test_numbers_of_a_call_are_compared_as_numbers(text):
+    """JavaScript writes 1.0 as 1."""
+    chat = Chat(text, {"double": TOOL})
+    session = Session("append")
+    question = {"role": "user", "content": "Say 1"}
+    turn = Completion(text.tokens("a1"), np.zeros(2, np.float32), True, 0)
+
+    def reply(arguments: str) -> Any:
+        function = {"name": "double", "arguments": arguments}
+        return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+    session.add(session.ask([question], chat), turn, reply('{"n": 1.0, "m": 1e20}'))
+    for arguments, same in (
+        ('{"m":100000000000000000000,"n":1}', True),
+        ('{"m":1e20,"n":"1"}', False),
+    ):
+        asked = session.ask([question, reply(arguments), question], chat)
+        assert (asked.after is not None) == same
+        assert "name" not in asked.messages[-1]  # of the tool
 
 
 def test_a_program_may_leave_out_the_thoughts_of_a_reply_but_not_change_them(text):
