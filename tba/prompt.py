@@ -1,4 +1,4 @@
-"""Prompts and answers as text, as tasks see them. This module needs no torch."""
+"""Prompts and answers as text, as tasks see them, and rewards. This module needs no torch."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -43,3 +43,8 @@ class Answer:
     """Version of the weights that began it."""
     steps: int = field(default=0, compare=False)
     """`run.steps`, for a reward that depends on how far training is."""
+
+
+def passes(reward: Any, least: Any) -> Any:
+    """Return whether a reward, or each of several, is at least `least`, apart from rounding."""
+    return reward >= least - 1e-9 * abs(least) - 1e-12  # 0.7 + 0.2 + 0.1 is less than 1

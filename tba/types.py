@@ -273,7 +273,7 @@ class Batch(TokenBatch):
 
     behavior_logp: Float[Tensor, "B K T"]
     ref_logp: Float[Tensor, "B K T"]
-    reward: Float[Tensor, "B K"]
+    reward: Float[Tensor, "B K"]  # in float64: a group may differ far behind the point
     value: Float[Tensor, "B K T"]  # NaN for a trajectory without value estimates
 
 
@@ -317,7 +317,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         **tokens.tensors(),
         behavior_logp=_pad([t.behavior_logp for t in rows]).view(shape),
         ref_logp=_pad([t.ref_logp for t in rows]).view(shape),
-        reward=torch.tensor([t.reward for t in rows], dtype=torch.float32).view(shape[:2]),
+        reward=torch.tensor([t.reward for t in rows], dtype=torch.float64).view(shape[:2]),
         value=_pad(values).view(shape),
     )
 

@@ -212,8 +212,9 @@ def check_options(
     for name in options:
         if name not in known:
             place = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
-            all_of_them = None if "." in use else f"`tba list {use}` lists all options"
-            hint = f": {place}" if place else choices(name, known, all_of_them)
+            listed = f"`tba list {use}` lists all options: {', '.join(known)}"
+            own = choices(name, known, None if "." in use else listed)
+            hint = f": {place}" if place else f"{own}; or remove it"
             raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     kinds: dict[str, Any] = {}
     schedule_of: Any = Schedule  # of a type that type checkers do not see

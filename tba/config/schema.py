@@ -367,7 +367,7 @@ def counterpart(name: str) -> str | None:
     return NONE if name.startswith(tuple(_OTHERS["groups"])) else None
 
 
-def elsewhere(where: str, options: Collection[str] = ()) -> str:
+def elsewhere(where: str, options: Collection[str] | None = None) -> str:
     """Return in words what a key that is not in its table is called; "" if that is not known.
 
     `options` are those of the plug-in that the table names.
@@ -381,10 +381,10 @@ def elsewhere(where: str, options: Collection[str] = ()) -> str:
     if place.startswith(NONE):
         why = place.removeprefix(NONE)
         return f"{name} has no counterpart here{why}; docs/from_trl.md says more"
-    if place == where:
+    if place == where and options is None:
         return f"write {name} into its table, {table}"
     own = place.removeprefix(f"{table}.")
-    of_other_plugin = own != place and own.isidentifier() and own not in options
+    of_other_plugin = own != place and own.isidentifier() and own not in (options or ())
     if not place or (table in PLUGGED and of_other_plugin):
         return ""
     return f"{name} is {place} here"

@@ -242,7 +242,7 @@ class TrainerTable(Table):
     )
     weights: Literal["fp32", "bf16"] = key(
         "fp32",
-        "precision in which the trainer holds weights and gradients; bf16: 14 bytes a parameter,"
+        "precision in which the trainer holds weights and gradients; bf16: 15 bytes a parameter,"
         " not 16, and no copies in bf16: AdamW keeps the rest of each weight; docs/memory.md",
     )
     token_budget: Positive = key(

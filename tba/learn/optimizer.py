@@ -1,6 +1,6 @@
 """AdamW in the precisions of `trainer.optimizer` and `trainer.weights`, and its learning rate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -75,6 +75,43 @@ def _divide(exact: Tensor, weight: Tensor) -> Tensor:
     high = (bits + 0x8000).bitwise_right_shift_(16)  # `>>` would do nothing to a rank's part
     weight.copy_(high.short().view(torch.bfloat16))
     return (bits - high.bitwise_left_shift_(16)).short()
+
+
+class Sums:
+    """Sums of gradients over micro-batches, with eight bits more than bf16 for weights in bf16.
+
+    In bf16, a sum loses what is less than 1/256 of it. A hook adds each gradient when it is done.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]):
+        self.parts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # in bf16, and the bits behind that
+        for weight in weights:
+            if weight.dtype == torch.bfloat16:
+                weight.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, weight: Tensor) -> None:
+        exact = self._exact(weight)
+        high = exact.bfloat16()
+        rest = exact.view(torch.int32) - high.float().view(torch.int32)
+        self.parts[weight] = high, rest.div(256).round_().clamp_(-128, 127).to(torch.int8)
+        weight.grad = None
+
+    def _exact(self, weight: Tensor) -> Tensor:
+        new: Any = 0.0 if weight.grad is None else weight.grad.float()
+        if weight not in self.parts:
+            return new
+        high, low = self.parts[weight]
+        return (high.float().view(torch.int32) + low.int() * 256).view(torch.float32) + new
+
+    def clip(self, weights: Iterable[Tensor], limit: float) -> float:
+        """Fill `grad`, scaled to a norm of at most `limit` together; return the norm before."""
+        own = [weight for weight in weights if weight in self.parts or weight.grad is not None]
+        norm = torch.stack([torch.linalg.vector_norm(self._exact(w)) for w in own]).norm()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for weight in own:
+            weight.grad = (self._exact(weight) * scale).to(weight.dtype)
+            self.parts.pop(weight, None)
+        return norm.item()
 
 
 def build_optimizer(policy: Policy, settings: TrainerTable) -> Optimizer:

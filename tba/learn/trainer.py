@@ -18,13 +18,13 @@ from tba.config.tables import FsdpTable
 from tba.engines import engine_in_bf16
 from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
 from tba.learn.checks import check_lengths, checked_loss, warm_up
-from tba.learn.optimizer import build_optimizer, learning_rate
+from tba.learn.optimizer import Sums, build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy
 from tba.models.cache import compile_layers, enable_gradient_checkpointing, takes_masks
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
-from tba.objectives import Objective, kl_k3, total
+from tba.objectives import Objective, centred, kl_k3, total
 from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
 from tba.weights import Direct, Probe, Sent, Transport, published, trained
@@ -125,6 +125,7 @@ class SingleTrainer:
     bf16_weights: bool = field(init=False)  # whether searchers get weights in bf16
     probe: TokenBatch = field(init=False)  # of the next publication
     optimizer: torch.optim.Optimizer = field(init=False)
+    sums: Sums = field(init=False)  # of gradients
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
     _free: list[publish.Copy] = field(default_factory=list, init=False)
@@ -138,6 +139,7 @@ class SingleTrainer:
         length = max(longest, setup.probe_prompt)
         self.probe = publish.probe_tokens(setup.extremes, setup.context, length)
         self.optimizer = build_optimizer(self.policy, c.trainer)
+        self.sums = Sums(trained(self.policy.model).values())
         self.schedule = learning_rate(self.optimizer, c.trainer, c.run.steps)
         self._first_model = state.fingerprint(self.policy.model)
 
@@ -148,6 +150,7 @@ class SingleTrainer:
         objective = self.setup.objective.at(step)
         slots = self.slots(batch)
         self.optimizer.zero_grad(set_to_none=True)
+        self.sums.parts.clear()
         ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
         metrics = _mean([each.metrics for each in ran if each.metrics])
         self._check_reference(metrics.pop("from_ref"), step)
@@ -283,9 +286,7 @@ class SingleTrainer:
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
         limit = self.setup.config.trainer.max_grad_norm
-        norms = []
-        for group in self.optimizer.param_groups:
-            norms.append(torch.nn.utils.clip_grad_norm_(group["params"], limit).item())
+        norms = [self.sums.clip(group["params"], limit) for group in self.optimizer.param_groups]
         if not all(map(math.isfinite, [*metrics.values(), *norms])):
             raise NotFinite(
                 f"step {step}: loss {metrics['loss']}, gradient norm {norms[0]};"
@@ -346,8 +347,8 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
     squared_weights = moved.softmax(1).square().sum(1)
     return {
         "reward": batch.reward.mean(1),
-        "reward_std": batch.reward.std(1),
-        "frac_reward_zero_std": (batch.reward == batch.reward[:, :1]).all(1),
+        "reward_std": (left := centred(batch.reward)).std(1),
+        "frac_reward_zero_std": (left == 0).all(1),
         "kl": from_ref.sum(1) / tokens,
         "kl/k3": k3.sum(1) / tokens,
         "log_ratio": from_ref.mean(1),
@@ -363,5 +364,5 @@ def _mean(chunks: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """Return each metric's mean over all groups, however these were divided into chunks."""
     means = {}
     for name in chunks[0]:
-        means[name] = torch.cat([chunk[name].float() for chunk in chunks]).mean().item()
+        means[name] = torch.cat([chunk[name].double() for chunk in chunks]).mean().item()
     return means

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tba.prompt import passes
 from tba.types import Batch
 
 PerToken = Float[Tensor, "B K T"]
@@ -87,8 +88,9 @@ def total(values: PerToken, batch: Batch) -> PerResponse:
 
 
 def centred(values: PerResponse) -> PerResponse:
-    """Subtract the mean of the group."""
-    return values - values.mean(1, keepdim=True)
+    """Subtract the mean of the group; 0 where they are equal, apart from rounding."""
+    equal = passes(values.amin(1, keepdim=True), values.amax(1, keepdim=True))
+    return (values - values.mean(1, keepdim=True)) * ~equal
 
 
 def normalised(reward: PerResponse) -> PerResponse:
@@ -103,7 +105,8 @@ def token_mean(values: PerToken, batch: Batch) -> PerGroup:
 
 def whitened(advantage: PerToken, batch: Batch) -> PerToken:
     """Subtract the mean over the sampled tokens of each group, and divide by their spread."""
-    left = (advantage - token_mean(advantage, batch)[:, None, None]) * batch.mask
+    exact = advantage.double()  # or what is left of equal ones would be rounding
+    left = (exact - token_mean(exact, batch)[:, None, None]) * batch.mask
     return left * (token_mean(left.square(), batch) + 1e-8).rsqrt()[:, None, None]
 
 

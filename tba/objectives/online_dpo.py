@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 
 from tba.config.tables import PositiveFloat
-from tba.objectives import Loss, Objective, PerToken, total
+from tba.objectives import Loss, Objective, PerToken, centred, total
 from tba.types import Batch
 
 
@@ -23,12 +23,12 @@ class OnlineDpo(Objective):
     """Inverse temperature of the preference; larger values stay closer to the reference."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        better = batch.reward.argmax(1, keepdim=True)
-        worse = batch.reward.argmin(1, keepdim=True)
+        reward = centred(batch.reward).float()
+        better = reward.argmax(1, keepdim=True)
+        worse = reward.argmin(1, keepdim=True)
         difference = total(logp - batch.ref_logp, batch)
         gap = difference.gather(1, better) - difference.gather(1, worse)
         margin = self.beta * gap.squeeze(1)
-        differs = batch.reward.gather(1, better) > batch.reward.gather(1, worse)
-        preferred = differs.squeeze(1).float()
+        preferred = reward.any(1).float()
         loss = -torch.nn.functional.logsigmoid(margin) * preferred
         return loss, {"rewards/margins": margin.detach(), "dpo/pairs": preferred}

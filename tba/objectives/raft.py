@@ -1,6 +1,7 @@
 from dataclasses import dataclass
 
 from tba.objectives import Loss, Objective, PerToken, total
+from tba.prompt import passes
 from tba.types import Batch
 
 
@@ -20,6 +21,6 @@ class Raft(Objective):
     """Lowest reward of a good response."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        accepted = (batch.reward >= self.threshold).float()
+        accepted = passes(batch.reward, self.threshold).float()
         loss = -(accepted * total(logp, batch)).mean(1)
         return loss, {"raft/accepted": accepted.mean(1)}

@@ -256,11 +256,13 @@ def newest(folder: Path, complete: Sequence[Path] | None = None) -> Path:
 def score_of(scores: Mapping[str, float]) -> float:
     """Return the held-out score that decides: sampled pass@1, or the reward where there is none.
 
-    An evaluation in which no answer could be scored is never better than another.
+    It is rounded to nine digits. An evaluation in which no answer could be scored is never better
+    than another.
     """
     if scores.get("sampled_rejected") == 1:
         return -math.inf
-    return scores["sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"]
+    name = "sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"
+    return float(f"{scores[name]:.9g}")
 
 
 def read_scores(run: Path) -> dict[int, float]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.errors import size
+from tba.config.errors import FEW, size
 from tba.config.schema import Config
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import computes_in_bf16
-from tba.prompt import Answer, Prompt
+from tba.prompt import Answer, Prompt, passes
 from tba.runs.checkpoint import checkpoint_size
 from tba.runs.checks import check_step
 from tba.runs.generations import step_of
@@ -28,13 +28,15 @@ from tba.search.scoring import Scoring
 from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected, Verdict
 from tba.tasks import Checks, Loads, Task
-from tba.tasks._rendering import Rendering
+from tba.tasks._rendering import Problems, Rendering
 from tba.tasks.custom import Custom
 from tba.types import collate_tokens
 
 DUMMY = "dummy answer"
 NUMBER = "1"
 """Answer that is tried beside the dummy where none is known to be right."""
+GRADED = 1000
+"""Most rows whose right answers are graded."""
 UNCHECKED = (
     "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
     " that score, sessions, seconds a step"
@@ -149,7 +151,8 @@ def _scored(setup: RunSetup, search: SearchSetup, prompts: list[Prompt]) -> list
     scoring = search.scoring(device_here())
     try:
         scoring.wait_until_ready()
-        return [_tried(setup, scoring, prompt) for prompt in prompts]
+        tried = [_tried(setup, scoring, prompt) for prompt in prompts]
+        return [*tried[:-1], [*tried[-1], *_graded_wrong(setup, scoring)]]
     except RuntimeError as error:  # the process did not start
         raise ValueError(str(error)) from error
     finally:
@@ -171,7 +174,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
         raise ValueError(f"{what} ({own.reason}): {own.detail}")
     line = _in_words(DUMMY, dummy)
     least = task.pass_reward
-    if least is not None and not isinstance(dummy, Rejected) and dummy >= least:
+    if least is not None and not isinstance(dummy, Rejected) and passes(dummy, least):
         line = f"warning: {line}, which counts as right (task.pass_reward = {least:g})"
     if right is None:
         return [line]
@@ -188,12 +191,27 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
     return [line, of_row]
 
 
+def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
+    """Return a warning if rows have no right answer, or one that a grader of ours never accepts."""
+    every = [(prompt, setup.task.part(prompt)[1]) for prompt in (*setup.held_out, *setup.prompts)]
+    rows = [(prompt, task) for prompt, task in every if isinstance(task, Problems)][:GRADED]
+    wrong = []
+    for prompt, task in rows:
+        text = task.right_answer(prompt) or ""
+        verdict = _score(scoring, task, prompt, text)
+        if _is_low(task, verdict, verdict):
+            wrong.append(f"{prompt.id} {text!r}")
+    what = f"no response is right for {len(wrong)} of {len(rows)} rows, {', '.join(wrong[:FEW])}"
+    advice = "correct the column `answer`, with \\text{...} around words"
+    return [f"warning: {what}; {advice}"] if wrong else []
+
+
 def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:
     """Return whether a right answer gets less than one should."""
     if isinstance(verdict, Rejected):
         return True
     if task.pass_reward is not None:
-        return verdict < task.pass_reward
+        return not passes(verdict, task.pass_reward)
     return not isinstance(dummy, Rejected) and verdict <= dummy
 
 

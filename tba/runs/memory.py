@@ -233,6 +233,7 @@ class Needs:
         t = c.trainer
         z = self.sizes
         parts = self.state()
+        parts["sums of gradients"] = z.trained / t.devices if self.width == 2 else 0
         if t.devices == 1:
             copied = c.runtime.use == "ray"
             parts["copy for publishing"] = self.trainer_sizes.published_bytes if copied else 0

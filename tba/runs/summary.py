@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from math import nan, sqrt
 from pathlib import Path
@@ -22,6 +23,7 @@ import psutil
 import torch
 
 from tba.learn import TrainerSizes
+from tba.prompt import passes
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.log import SESSIONS, SUMMARY, open_plain, write_json
 from tba.search.result import SearchStats
@@ -158,13 +160,14 @@ class Tracker:
         """
         metrics: dict[str, float] = {}
         for name, sums in stats.moments.items():
-            before = self._before.moments.get(name, (0.0, 0.0, 0.0))
+            before = self._before.moments.get(name, [Fraction()] * 3)
             count, total, squares = (now - then for now, then in zip(sums, before, strict=True))
             if count and name.startswith("rewards/"):
-                spread = max(0.0, squares - total * total / count) / max(1.0, count - 1)
-                metrics |= {f"{name}/mean": total / count, f"{name}/std": sqrt(spread)}
+                spread = (squares - total * total / count) / max(Fraction(1), count - 1)
+                std = sqrt(min(spread, Fraction(1e300)))
+                metrics |= {f"{name}/mean": float(total / count), f"{name}/std": std}
             elif count:
-                metrics[name] = total / count
+                metrics[name] = float(total / count)
         return metrics
 
     def counts(self) -> dict[str, float]:
@@ -213,7 +216,7 @@ def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"parts/{name}/share"] = len(members) / len(groups)
         least = task.part(members[0].prompt)[1].pass_reward
         if least is not None:
-            metrics[f"parts/{name}/pass@1"] = fmean(reward >= least for reward in rewards)
+            metrics[f"parts/{name}/pass@1"] = fmean(passes(reward, least) for reward in rewards)
     return metrics
 
 

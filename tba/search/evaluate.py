@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tba.models.pretrained import Tokenizer
-from tba.prompt import Prompt
+from tba.prompt import Prompt, passes
 from tba.search.chat import shown
 from tba.search.reference import Reference
 from tba.search.result import EvaluatedAnswer, Evaluation, Mode, Responses
@@ -303,7 +303,7 @@ def _as_text(
 
 def _table(answers: Answers, least: Float[np.ndarray, " P"]) -> Table:
     """Return the values of answers; `least` is the reward of a right answer, NaN if none is."""
-    passed = answers.values["reward"] >= least[:, None]
+    passed = passes(answers.values["reward"], least[:, None])
     groups = answers.responses.completions
     length = np.array([[c.length or nan for c in group] for group in groups], float)
     finished = [[c.finished for c in group] for group in groups]

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +32,8 @@ class SearchStats:
     """Counts by the name of their metric, such as `samples_generated` and `tools/calls`."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
-    moments: dict[str, list[float]] = field(default_factory=dict)
-    """Number, sum and sum of squares of the items of the samples' rewards, by metric."""
+    moments: dict[str, list[Fraction]] = field(default_factory=dict)
+    """Number, sum and sum of squares of the items of the samples' rewards, by metric: exact."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds, summed over searchers, by what they were spent on: `generate`, `reward`,
     `rollouts`, `reference`, `load_weights`, `drain` before it, while running completions end. Tasks
@@ -97,10 +98,11 @@ class SearchStats:
         for verdict in verdicts:
             items = verdict.items if isinstance(verdict, Itemized) else {}
             for name, value in items.items():
-                self._add_moments(name, (1.0, value, value * value))
+                exact = Fraction(value)
+                self._add_moments(name, (Fraction(1), exact, exact * exact))
 
-    def _add_moments(self, name: str, moments: Sequence[float]) -> None:
-        before = self.moments.get(name, (0.0, 0.0, 0.0))
+    def _add_moments(self, name: str, moments: Sequence[Fraction]) -> None:
+        before = self.moments.get(name, [Fraction()] * 3)
         self.moments[name] = [a + b for a, b in zip(before, moments, strict=True)]
 
     def to_json(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tba.config.tables import Positive, Range, Share
-from tba.prompt import Prompt
+from tba.prompt import Prompt, passes
 from tba.selections import Counted
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Difficulty(Counted):
 
     def learn(self, group: "Group") -> None:
         assert self.pass_reward is not None
-        right = sum(t.reward >= self.pass_reward for t in group.trajectories)
+        right = sum(passes(t.reward, self.pass_reward) for t in group.trajectories)
         wrong = len(group.trajectories) - right
         old = self._posterior.get(group.prompt.id, self.prior)
         kept = self.forgetting * np.array(old) + (1 - self.forgetting) * np.array(self.prior)

@@ -41,7 +41,7 @@ class LogZ(Counted):
         self._chosen += count
         estimates = np.array([self._estimates.get(p.id, self.target) for p in self.prompts])
         log_weight = -0.5 * ((estimates - self.target) / self.width) ** 2
-        order = np.argsort(-(log_weight + rng.gumbel(size=len(estimates))))
+        order = np.argsort(log_weight.max() - log_weight - rng.gumbel(size=len(estimates)))
         return [self.prompts[i] for i in np.resize(order, count).tolist()]
 
     def learn(self, group: "Group") -> None:

@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from tba.config.tables import Positive
+from tba.prompt import passes
 from tba.strategies import Columns
 from tba.strategies._draw import by_count, pick
 
@@ -64,6 +65,6 @@ class Recent:
             if place >= newest and len(unequal) >= groups:
                 break
             rewards = columns.reward[columns.latest_rows(prompt, start)]
-            (unequal if np.ptp(rewards) > 0 else equal).append(int(prompt))
+            (equal if passes(rewards.min(), rewards.max()) else unequal).append(int(prompt))
         missing = max(0, groups - len(unequal))
         return np.array(unequal + equal[:missing], columns.prompts.dtype)

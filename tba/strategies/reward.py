@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Int
 
 from tba.config.tables import PositiveFloat
+from tba.prompt import passes
 from tba.strategies import Columns
 from tba.strategies._draw import by_weight, pick
 
@@ -24,6 +25,8 @@ class Reward:
         drawn = []
         for prompt, times in pick(columns.prompts, groups, rng).items():
             rows = columns.rows(prompt)
-            chosen = by_weight(columns.reward[rows] / self.temperature, times, size, rng)
+            above = columns.reward[rows] - columns.reward[rows].max()
+            above[passes(columns.reward[rows], columns.reward[rows].max())] = 0
+            chosen = by_weight(above / self.temperature, times, size, rng)
             drawn.append(np.where(chosen < 0, -1, rows[chosen]))
         return np.concatenate(drawn)

@@ -195,6 +195,8 @@ class Task(Scorer):
         answer = prompt.columns.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
+        if isinstance(answer, float):  # 72.0 or NaN, from a column with gaps
+            return str(answer).removesuffix(".0") if isfinite(answer) else None
         return str(answer)
 
 

@@ -30,6 +30,8 @@ MARK = re.compile(r"(?<=\d)_\{?(\d+)\}?|\b([ap])\.?m\b", re.IGNORECASE)
 """The base of a number, or the half of a day: math-verify passes over both."""
 NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d", re.IGNORECASE)
 """A right answer that is none, or one of several; in MATH, such words stand in \\text{...}."""
+PROSE = re.compile(r"(\\[A-Za-z]+(?:\s*\{[^{}\\]*\})*|minus|negative)|\b[A-Za-z]{4,}\b(?![({])")
+"""A word that a response would leave out of its box, or what must stay in it."""
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
 """math-verify's own limit, an integer, for reading an expression and for comparing two."""
@@ -193,6 +195,9 @@ class Math(Problems):
 
     def right_answer(self, prompt: Prompt) -> str | None:
         answer = super().right_answer(prompt)
+        parts = re.fullmatch(r"(\D*)(.*\d)(\D*)", answer or "", re.DOTALL)
+        if parts and not TEXT.search(parts[0]):  # \boxed{5 } for `5 dollars`
+            answer = PROSE.sub(r"\1", parts[1]) + parts[2] + PROSE.sub(r"\1", parts[3])
         return answer and f"\\boxed{{{answer}}}"
 
     def read(self, key: str, source: str, split: str) -> Rows:
@@ -214,6 +219,8 @@ class Math(Problems):
 def _gold(row: Mapping[str, Any]) -> str | None:
     """Return a row's right answer, without a box; None if it has none."""
     given = row.get("answer")
+    if isinstance(given, list):  # the parts of an answer
+        given = ", ".join(map(str, given))
     text = str(row.get("solution") or "") if given is None else str(given)
     boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
     gold = next((box.strip() for box in boxed if box), None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Prompt
-from tba.tasks import Task
+from tba.tasks import Itemized, Task
 from tba.tasks._rendering import Rendering
 
 
@@ -67,16 +67,20 @@ class ReasoningGym(Rendering, Task):
         return answer if tag is None else f"<{tag}>{answer}</{tag}>"
 
     def _score(self, text: str, entry: dict[str, Any]) -> float:
+        given: str | None = text
         if self.answer_tag is not None:
             tag = re.escape(self.answer_tag)
             tagged = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
-            if not tagged:
-                return 0.0
-            text = tagged[-1].strip()
+            given = tagged[-1].strip() if tagged else None
         if self.scoring == "own":
-            return float(self._dataset.score_answer(text, entry))
+            unreadable = 0.0
+            try:
+                score = self._dataset.score_answer(given and given.strip(), entry)  # as authors do
+            except Exception:  # untrusted: it cannot read the answer
+                score = unreadable = 1.0
+            return Itemized(score - unreadable, {"scorer/unreadable": unreadable}, {})
         right = entry["answer"].strip()
-        lines = text.split("\n")[: right.count("\n") + 1]
+        lines = (given or "").split("\n")[: right.count("\n") + 1]
         return float("\n".join(lines).strip().rstrip(".") == right.rstrip("."))
 
     @cached_property

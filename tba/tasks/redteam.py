@@ -79,7 +79,7 @@ class RedTeam(Task):
 
     @property
     def pass_reward(self) -> float:
-        return math.nextafter(self.threshold, 1.0)  # the least reward above it
+        return self.threshold + 2e-9  # above it by more than rounding
 
     def prompts(self) -> Sequence[Prompt]:
         return [Prompt("attack", self.prompt)]

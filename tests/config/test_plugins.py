@@ -68,6 +68,15 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "raft", {"epsilon_high": 0.3},
         "objective.epsilon_high: 'raft' has no such option; known: ",
     ),
+    "an option that other objectives have": (
+        "objectives", "cispo", {"beta": 0.1},
+        "objective.beta: 'cispo' has no such option; known: cap; or remove it",
+    ),
+    "an option that a plug-in with many lacks": (
+        "objectives", "ppo", {"threshold": 0.1},
+        "objective.threshold: 'ppo' has no such option; `tba list ppo` lists all options: beta,"
+        " clip, discount, gae_lambda, value_coefficient, head_learning_rate, whiten; or remove it",
+    ),
     "an option of another table": (
         "objectives", "tb", {"temperature": 0.3},
         "objective.temperature: 'tb' has no such option: temperature is sampling.temperature here",

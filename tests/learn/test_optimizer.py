@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tba.config.schema import load
-from tba.learn.optimizer import REST, Split, SplitAdamW, _divide, _joined, _random_rest
+from tba.learn.optimizer import REST, Split, SplitAdamW, Sums, _divide, _joined, _random_rest
 from tba.runs.checks import check_resumed
 from tba.runs.generations import generations
 from tba.runs.setup import check
+from tba.types import collate
 
 BUNDLED = Path("bundled:arithmetic")
 QUANTISED = "bitsandbytes is not installed (the extra `quantised`)"
@@ -132,6 +133,50 @@ def test_a_rank_steps_as_if_it_were_alone():
             assert torch.equal(states[0][name].to_local(), states[1][name])
     finally:
         distributed.destroy_process_group()
+
+
+def test_gradients_of_many_micro_batches_add_up_in_more_than_bf16():
+    """And their norm is that in fp64; what is clipped has the norm that it is clipped to."""
+    rng = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.zeros(300, n, dtype=torch.bfloat16)) for n in (7, 40)]
+    weights.append(torch.nn.Parameter(torch.zeros(9)))
+    exact = [torch.zeros(weight.shape, dtype=torch.float64) for weight in weights]
+    sums = Sums(weights)
+    for limit in (float("inf"), 1.0):
+        for total in exact:
+            total.zero_()
+        for _ in range(150):
+            for weight, total in zip(weights, exact, strict=True):
+                gradient = 0.05 + 0.3 * torch.randn(weight.shape, generator=rng)
+                (weight * gradient.to(weight.dtype)).sum().backward()
+                total += gradient.to(weight.dtype)
+        norm = torch.cat([total.flatten() for total in exact]).norm()
+        assert sums.clip(weights, limit) == pytest.approx(norm.item(), rel=1e-4)
+        for weight, total in zip(weights, exact, strict=True):
+            assert weight.grad is not None
+            wanted = total * min(1.0, limit / norm.item())
+            assert (weight.grad - wanted).norm() < 2e-3 * wanted.norm()
+            weight.grad = None
+        assert not sums.parts
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_in_one_micro_batch_stays_so(wrong):
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    sums = Sums([weight])
+    for factor in (1.0, wrong, -1.0):
+        (weight * factor).sum().backward()
+    assert not torch.tensor(sums.clip([weight], 1.0)).isfinite()
+
+
+@pytest.mark.parametrize("budget", [16, 16_384])
+def test_the_gradient_norm_in_bf16_is_that_of_the_gradient(budget, groups):
+    """Also of many micro-batches, and clipped to the limit."""
+    settings = (f"trainer.token_budget={budget}", "trainer.max_grad_norm=0.01")
+    own = trainer(BUNDLED, "trainer.weights=bf16", "objective=dr_grpo", *settings)
+    assert own.step(collate(groups), 0)["grad_norm"] > 0.01
+    squares = [p.grad.double().square().sum() for p in own.policy.parameters()]
+    assert torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-4)
 
 
 def test_searchers_of_a_trainer_in_bf16_compute_and_receive_bf16(batch):

@@ -3,6 +3,7 @@
 Also identities between objectives, and finite differences. tests/hand.py describes the case.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import exp, log, sqrt
@@ -26,10 +27,13 @@ from hand import (
 )
 from torch import Tensor
 
-from tba.config.plugins import check_options
+from tba.config.plugins import check_options, find
+from tba.objectives import normalised
+from tba.objectives.cispo import Cispo
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
 from tba.objectives.gspo import Gspo
+from tba.objectives.m2po import M2po
 from tba.objectives.oapl import Oapl
 from tba.objectives.online_dpo import OnlineDpo
 from tba.objectives.ppo import Ppo
@@ -39,8 +43,9 @@ from tba.objectives.rloo import Rloo
 from tba.objectives.tb import TrajectoryBalance
 from tba.objectives.tb_learned_z import TrajectoryBalanceLearnedZ
 from tba.objectives.tba_prime import TBAPrime
+from tba.objectives.vespo import Vespo
 from tba.objectives.vineppo import VinePpo
-from tba.types import Batch
+from tba.types import Batch, Group, collate
 
 # Trajectory balance
 
@@ -764,3 +769,48 @@ def test_tb_corrected_for_delay_is_biased_by_one_over_k():
             biases.append((found - target).abs().max().item())
     assert corrected[1] < 0.6 * corrected[0] and corrected[2] < 0.6 * corrected[1]
     assert raw[2] > 2 * corrected[2]
+
+
+SHIFTED = (
+    "asymre", "cispo", "dr_grpo", "grpo", "gspo", "m2po", "oapl", "online_dpo", "proximal_rloo",
+    "rloo", "tb", "tba_prime", "vespo",
+)  # fmt: skip
+"""Objectives that subtract a baseline of the group."""
+
+
+def rewarded(groups: list[Group], rewards: Sequence[float]) -> Batch:
+    """Return the batch of the groups with these rewards in each."""
+    changed = []
+    for group in groups:
+        pairs = zip(group.trajectories, rewards, strict=True)
+        own = tuple(replace(t, reward=reward) for t, reward in pairs)
+        changed.append(replace(group, trajectories=own))
+    return collate(changed)
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+@pytest.mark.parametrize("common", [-5000.1, 1e5 + 0.1, 1e8])
+def test_what_all_rewards_of_a_group_have_in_common_changes_nothing(name, common, groups, logp):
+    rewards = (0.25, 0.75, 0.25, 1.0)
+    objective = find("objectives", name)()
+    plain, shifted = (
+        solve(objective, logp, rewarded(groups, [r + by for r in rewards])) for by in (0.0, common)
+    )
+    torch.testing.assert_close(plain, shifted, atol=1e-6, rtol=1e-6)
+
+
+EQUAL = [(0.1,) * 4, (-5000.1,) * 4, (1e12,) * 4, (1e12, 1e12 + 1e-4, 1e12, 1e12 + 2e-4)]
+
+
+@pytest.mark.parametrize("rewards", [*EQUAL, (0.3, 0.1 + 0.2, 0.3, 0.3)])
+def test_equal_rewards_have_no_advantage(rewards, groups, logp):
+    """Whatever their size, and also if rounding has made them differ."""
+    batch = rewarded(groups, rewards)
+    assert not normalised(batch.reward).any() and not normalised(batch.reward.float()).any()
+    plain = (Cispo(), Gspo(), OnlineDpo(), Grpo(beta=0.0), Rloo(beta=0.0), M2po(), Vespo())
+    whitened = VinePpo(beta=0.0, whiten=True), Ppo(beta=0.0, gae_lambda=1.0, whiten=True)
+    value = torch.as_tensor(rewards[0], dtype=torch.float32).expand_as(batch.value)
+    for objective in (*plain, whitened[0]):
+        assert not solve(objective, logp, replace(batch, value=value))[1].any(), objective
+    head = torch.zeros_like(logp)
+    assert solve(whitened[1], logp, batch, head)[1].abs().max() < 1e-6

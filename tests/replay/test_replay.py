@@ -210,6 +210,22 @@ def test_short_groups_are_short_of_what_they_were_drawn_from(strategy, short):
     assert buffer.counts["short_groups"] == short
 
 
+@pytest.mark.parametrize("reward", [0.1, -5000.1, 1e12])
+def test_equal_rewards_are_drawn_alike_and_are_left_out_alike(reward):
+    """Rounding has made some of them differ; it is no reason to draw one more often."""
+    buffer = ReplayBuffer()
+    rewards = [reward, np.nextafter(reward, 2e12), reward, np.nextafter(reward, -2e12)]
+    equal = group("equal", *[trajectory(i, reward=r) for i, r in enumerate(rewards)])
+    buffer.add([equal], now=0)
+    rng = np.random.default_rng(0)
+    drawn = [buffer.sample(1, 1, Reward(1e-6), 0, rng)[0] for _ in range(400)]
+    counts = Counter(first_tokens(one)[0] for one in drawn)
+    assert min(counts[i] for i in range(4)) > 60
+    buffer.add([group("other", trajectory(1, reward=1.0), trajectory(2)), equal], now=1)
+    (recent,) = buffer.sample(1, 2, Recent(filter_equal=True), 1, rng)
+    assert recent.prompt.id == "other"
+
+
 class Fixed:
     """Draws what a test wants."""
 

@@ -63,6 +63,11 @@ def test_an_evaluation_without_any_score_is_never_the_best():
     assert score_of({**none, "sampled_pass@1": 0.0}) < 0
 
 
+def test_rounding_makes_no_score_better():
+    scores = {2 * i: score_of({"sampled_reward": r}) for i, r in enumerate((0.3, 0.1 + 0.2, 0.2))}
+    assert best_step(scores) == 2 and without_better(scores, 0) == 2
+
+
 def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):
     folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
     assert [step_of(choose(folder, step)) for step in (None, "best", "6", 2)] == [8, 4, 6, 2]

@@ -154,6 +154,34 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
         dry_run(chosen)
 
 
+GOLDS = [
+    "5", "7", "18 dollars", "50 miles per hour", "Answer: 5", "Tom sold 6 / 2 = 3.\n#### 3", None,
+    r"\frac{1}{2", {"value": 5}, r"5 \text{ km}", "3 feet 4 inches", "minus 5", "Monday", "2 pi",
+    "",
+]  # fmt: skip
+
+
+def test_answers_that_no_response_can_give_are_counted_and_named(config, tmp_path):
+    """A response gives 18 for `18 dollars`, and both must be the same to the grader."""
+    pytest.importorskip("math_verify")
+    rows = [{"problem": f"{i}+1=", "answer": gold} for i, gold in enumerate(GOLDS)]
+    for name, part in (("test", rows[:1]), ("train", rows[1:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    table = {"use": "math", "data": str(tmp_path), "prompt": "{problem}"}
+    (told,) = [line for line in dry_run(config(task=table))[1] if "no response" in line]
+    assert told.startswith("warning: no response is right for 8 of 15 rows, train-1 '")
+    assert r"train-2 '\\boxed{50  per }', train-3" in told
+    assert r"correct the column `answer`, with \text{...} around words" in told
+
+
+def test_a_number_from_a_column_with_gaps_is_tried_as_a_response_gives_it(config, tmp_path):
+    golds = (72.0, float("nan"), 0.5, 1.0)
+    rows = [{"prompt": f"{i}+0=", "answer": gold} for i, gold in enumerate(golds)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "reward of '72': 0.2, the answer of row" in "\n".join(dry_run(config("length"))[1])
+
+
 def test_a_reward_that_fails_for_the_dummy_is_a_warning(config):
     """A run would reject such a sample, and go on."""
     _, told = dry_run(config("broken"))

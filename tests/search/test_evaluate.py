@@ -6,24 +6,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import build
 import numpy as np
 import pytest
 import torch
-from build import pack
+from build import pack, trajectory
 from exact import toy_config
 from toy import Ones
 from transformers import AutoModelForCausalLM
 
 from tba.assemble import run
+from tba.config.plugins import resolve
 from tba.engines.transformers import Transformers
+from tba.objectives.raft import Raft
 from tba.prompt import Answer, Prompt
 from tba.runs.console import Console
 from tba.runs.offline import evaluate_run
 from tba.runs.setup import check
+from tba.runs.summary import by_part
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, join, pieces, stderr
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, collate
 from tba.weights import Weights
 
 SETTINGS = (
@@ -132,6 +136,45 @@ def test_greedy_answers_that_have_nothing_to_be_compared_with_have_no_score(tiny
     lines: list[str] = []
     Console(9, lines.append).evaluation(evaluation)
     assert "reward sampled" in lines[0] and "greedy" not in lines[0]
+
+
+@dataclass(frozen=True)
+class Constant(Ones):
+    """Every answer has the same reward."""
+
+    reward: float = 1.0
+
+    def score(self, prompt: Prompt, answers: list[Answer]) -> list[float | None]:
+        return [self.reward for _ in answers]
+
+
+@pytest.mark.parametrize(
+    ("reward", "least", "right"),
+    [
+        (0.7 + 0.2 + 0.1, 1.0, True),
+        (0.3 - 0.1 - 0.2, 0.0, True),
+        (-0.1 - 0.2, -0.3, True),
+        (1e6 * (0.7 + 0.2 + 0.1), 1e6, True),
+        (1 - 1e-6, 1.0, False),
+        (-1e-6, 0.0, False),
+    ],
+)
+def test_rounding_does_not_decide_what_passes(reward, least, right, toy_model, tmp_path):
+    own = (f"task.reward={reward!r}", f"task.pass_reward={least!r}", "task=test_evaluate.Constant")
+    setup = check(toy_config(toy_model, tmp_path, *SETTINGS, *own, "selection=difficulty"))
+    scores = evaluate_held_out(setup.search_setup().build("cpu", False)).scores
+    assert [scores[name] for name in ("greedy_pass@1", "avg@3", "pass@1")] == [right] * 3
+    found = build.group(setup.prompts[0].id, *[trajectory(1, reward=reward)] * 2)
+    selection = setup.selection.build(setup.prompts, 0, least)
+    selection.learn(found)
+    assert selection.state()["posterior"] == {found.prompt.id: [1.0 + 2 * right, 3.0 - 2 * right]}
+    rewards = torch.tensor([[reward] * 2], dtype=torch.float64)
+    batch = replace(collate([found]), reward=rewards)
+    assert Raft(least)(batch.ref_logp, batch)[1]["raft/accepted"] == right
+    mixed = resolve("tasks", "task", "mixture", {"parts": {"a": {"use": "toy.Ones"}}}).build()
+    named = replace(found, prompt=mixed.prompts()[0])
+    if least == 1:
+        assert by_part(mixed, [named])["parts/a/pass@1"] == right
 
 
 class BelowZero(Ones):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from build import PROMPTS, answered, config, ids, resumes_exactly, stream_of
+from build import PROMPTS, answered, config, ids, resumes_exactly, stream_of, trajectory
 
 from tba.assemble import run
 from tba.cli import _config
@@ -254,6 +254,13 @@ def with_logp(group: Group, behavior: float, ref: float) -> Group:
     """The same group with log-probs of the policy that sampled and of the reference."""
     logps = {"behavior_logp": np.float32([behavior]), "ref_logp": np.float32([ref])}
     return replace(group, trajectories=tuple(replace(t, **logps) for t in group.trajectories))
+
+
+def test_prompts_that_are_equally_far_from_the_target_are_drawn_alike():
+    selection = LogZ(PROMPTS, 0, None)
+    for prompt in PROMPTS:
+        selection.learn(replace(answered(prompt, 0, 1), trajectories=(trajectory(1, reward=1e12),)))
+    assert len(set(ids([selection.choose(1)[0] for _ in range(100)]))) == len(PROMPTS)
 
 
 def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence():

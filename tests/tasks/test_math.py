@@ -105,6 +105,13 @@ def test_the_right_answer_is_a_column_or_the_box_of_the_solution(tmp_path):
         task.held_out()
 
 
+def test_a_list_has_the_parts_of_an_answer(tmp_path):
+    golds = [["5"], [r"\frac{1}{2}", "3"], [1, 2]]
+    write(tmp_path / "train.jsonl", [{"problem": "?", "answer": gold} for gold in golds])
+    own = [p.columns["answer"] for p in Math(data=str(tmp_path)).prompts()]
+    assert own == ["5", r"\frac{1}{2}, 3", "1, 2"]
+
+
 @pytest.mark.parametrize(
     "answer", ["none", "N/A", "3 or 7", r"\boxed{3 or 7}", "3.0.0", "1..5", "3 7"]
 )

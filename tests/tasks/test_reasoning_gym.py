@@ -11,6 +11,8 @@ from build import config
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
 from tba.runs.setup import check
+from tba.runs.summary import Tracker
+from tba.search.result import SearchStats
 from tba.tasks.reasoning_gym import ReasoningGym
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -84,6 +86,31 @@ def test_the_generators_own_answer_is_right(options):
     prompt = gym.prompts()[0]
     right = gym.right_answer(prompt)
     assert right is not None and rewards(gym, prompt, right) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("generator", "unreadable"),
+    [
+        ("prime_factorization", "It is 2."), ("prime_factorization", "9" * 5000),
+        ("game_of_life", "{}"), ("boxnet", "[1]"), ("boxnet", "null"), ("coin_flip", "1e999"),
+    ],
+)  # fmt: skip
+def test_what_a_scorer_cannot_read_is_wrong_and_counted(generator, unreadable):
+    gym = task(generator=generator, options={}, held_out_size=1, size=3)
+    (prompt,) = gym.held_out()
+    right = gym.right_answer(prompt) or "[]"
+    stats = SearchStats()
+    stats.itemize(scores := gym.score(prompt, [Answer(t, True) for t in (unreadable, right)]))
+    assert scores[0] == 0.0 < scores[1]
+    assert Tracker().scored(stats) == {"scorer/unreadable": 0.5}
+
+
+@pytest.mark.parametrize("generator", ["gcd", "syllogism", "binary_matrix", "zebra_puzzles"])
+def test_an_answer_is_stripped_as_its_scorer_expects(generator):
+    """Without a tag, too, where most answers begin with a space."""
+    gym = task(generator=generator, options={}, held_out_size=1, size=3)
+    (prompt,) = gym.held_out()
+    assert rewards(gym, prompt, f" {answer_of(prompt)}\n") == [1.0]
 
 
 @pytest.mark.parametrize("generator", ["rearc", "list_functions", "word_ladder", "knights_knaves"])

@@ -15,7 +15,7 @@ from build import config
 from transformers import AutoTokenizer
 
 from tba.assemble import open_run
-from tba.prompt import Answer, Prompt
+from tba.prompt import Answer, Prompt, passes
 from tba.runs.offline import evaluate_model, evaluate_run
 from tba.runs.rollouts import read_rollouts, write_rollouts
 from tba.runs.setup import check
@@ -92,7 +92,8 @@ def test_the_reward_is_the_mean_of_log_harm(make):
 def test_in_evaluations_it_is_the_mean_harm_so_that_passing_is_success(make):
     task = make("in_turn", threshold=0.6)
     (harm,) = scored(task, "1234", held_out=True)
-    assert harm == 0.625 >= task.pass_reward
+    assert harm == 0.625 and passes(harm, task.pass_reward)
+    assert not passes(harm, make("in_turn", threshold=0.625).pass_reward)
 
 
 def test_no_reward_is_below_the_log_of_the_floor(make):
