@@ -51,12 +51,14 @@ def train(
     "drop", as `tba train --rescore` and `--drop-replay`. ValueError before any process
     starts if something cannot work.
     """
+    from tba.runs.checks import tell_finished
     from tba.runs.offline import Result
 
     settings, folder, passed = _checked(config, resume, data, reward, held_out_data, replay)
-    from tba.assemble import run
+    if folder is None or not tell_finished(folder, settings):
+        from tba.assemble import run
 
-    run(settings, folder, replay, passed)
+        run(settings, folder, replay, passed)
     return Result(Path(settings.run.folder) if folder is None else folder.resolve())
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from tba.run import Run
 from tba.runs import checkpoint, log
 from tba.runs.checks import check_step, placed
 from tba.runs.console import Console
-from tba.runs.generations import generations, recover
+from tba.runs.generations import generations, going_on, recover
 from tba.runs.log import locked, write_json
 from tba.runs.rollouts import described, read_rollouts, with_reference
 from tba.runs.setup import RunSetup, check
@@ -130,19 +129,11 @@ def run(
             is_saved = bool(generations(folder / log.CHECKPOINTS))
             if is_stopped or not is_saved or restarts == config.trainer.max_restarts:
                 after = f"{error} (after {restarts} restarts)" if restarts else str(error)
-                raise TrainerLost(f"{after}\n{_go_on(folder, is_saved)}") from error
+                raise TrainerLost(f"{after}\n{going_on(folder)}") from error
             losses.append(str(error))
         restarts += 1
         resume = folder
         replay = "keep"
-
-
-def _go_on(folder: Path, is_saved: bool) -> str:
-    """Return what to type after a run has lost ranks of its trainer."""
-    if is_saved:
-        return f"{log.continues(folder)} its newest checkpoint"
-    named = quote(str(folder))
-    return f"It has no checkpoint yet: remove its folder (`rm -r {named}`), and start it again"
 
 
 @contextmanager

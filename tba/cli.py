@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
 import tba
-from tba.config.errors import check_secrets, choices, printable
+from tba.config.errors import check_docstrings, check_secrets, choices, printable, refuse
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
 from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
 from tba.config.tables import PLUGGED, Table
@@ -27,6 +27,7 @@ from tba.runs.checks import (
     check_start,
     placed,
     stored_config,
+    tell_finished,
 )
 from tba.runs.console import announce
 from tba.runs.log import Replay, is_full, is_run
@@ -92,6 +93,8 @@ def train(
         announce(config)
     check_start(config, resume)
     if not dry_run:
+        if resume is not None and tell_finished(resume, config):
+            return
         from tba.assemble import run
 
         run(config, resume, replay)
@@ -342,13 +345,15 @@ def main() -> None:
     # for plug-ins and reward functions in the current folder; last, so that they hide no library
     sys.path.append(str(Path.cwd()))
     try:
+        check_docstrings()
         app()
     except (ValueError, TimeoutError) as error:
         _fail(error, 2)
     except RuntimeError as error:
-        from tba.engines import RewardError  # not above: it imports PyTorch
+        from tba.engines import RewardError  # not above: these import PyTorch
+        from tba.types import StepError
 
-        if not isinstance(error, RewardError):
+        if not isinstance(error, RewardError | StepError):
             raise
         _fail(error, 1)
     except OSError as error:
@@ -391,7 +396,8 @@ def _divided(settings: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_dashes(settings: list[str]) -> None:
-    """Raise ValueError for an unknown option, which may be a setting in another style."""
+    """Raise ValueError for unknown options, which may be settings in another style."""
+    mistakes = []
     for given, following in zip(settings, [*settings[1:], ""], strict=False):
         if not given.startswith("-"):
             continue
@@ -400,13 +406,15 @@ def _refuse_dashes(settings: list[str]) -> None:
         value = value if equals else following
         check_secrets(name, value)  # first: no error quotes one
         if "." in name:
-            raise ValueError(f"{given}: settings have no dashes; type `{name}={value}`")
+            mistakes.append(f"{given}: settings have no dashes; type `{name}={value}`")
+            continue
         command: Any = get_command(app)
         options = {o for c in command.commands.values() for p in c.params for o in p.opts}
         close = difflib.get_close_matches(given, options, n=1)
         words = without_table(name, value)
         hint = words or (f"did you mean {close[0]}?" if close else "--help lists all options")
-        raise ValueError(f"no option {given}; {hint}")
+        mistakes.append(f"no option {given}; {hint}")
+    refuse(mistakes)
 
 
 if __name__ == "__main__":

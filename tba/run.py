@@ -8,10 +8,11 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
 from tba.engines import SearchError
-from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference
+from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint, log
 from tba.runs.console import Console
+from tba.runs.generations import going_on
 from tba.runs.journal import Journal
 from tba.runs.log import is_full, write_json
 from tba.runs.setup import RunSetup
@@ -23,7 +24,10 @@ from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.search.chat import shown
 from tba.search.prompts import SearchState
 from tba.streams import Use, generator
-from tba.types import Group, collate
+from tba.types import Group, NotFinite, StepError, collate
+
+SOUND = (SearchError, NoAnswerError, StepError)
+"""Errors that end a run whose trainer can be saved."""
 
 PATIENCE = 100
 """Searches in a row that may give too few samples for a step."""
@@ -36,8 +40,10 @@ def train(run: "Run") -> None:
     for step in range(run.step, c.run.steps):
         if run.ending:
             break
-        groups = run.sample()
-        metrics = run.trainer.step(collate(groups), step)
+        with unchanged(step):
+            groups = run.sample()
+            batch = collate(groups)
+        metrics = run.trainer.step(batch, step)
         done = step + 1
         run.step = done
         with run.logged(metrics, groups):
@@ -179,10 +185,10 @@ class Run:
 
     @contextmanager
     def logged(self, metrics: dict[str, float], groups: list[Group]) -> Iterator[None]:
-        """Log a step at its end, also if searchers end the run in it, and finished evaluations."""
+        """Log a step at its end, also if the run ends in it, and finished evaluations."""
         try:
             yield
-        except (SearchError, NoAnswerError):
+        except SOUND:
             self._log_step(metrics, groups)
             raise
         self._log_step(metrics, groups)
@@ -301,6 +307,8 @@ class Run:
     def train(self) -> Summary:
         """Run the loop to its end or to a stop, save, evaluate, and write the summary."""
         last = self.config.run.steps
+        complete = False
+        ended = ""
         unlogged = self.evaluating
         self.evaluating = 0
         try:
@@ -347,16 +355,26 @@ class Run:
 
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
-        """Save the run if searchers end it, which the trainer does not need for that."""
+        """Save the run if searchers or a step end it, and add to the error how to continue.
+
+        After a stop, what searchers raise is no error: the same signal may have ended them.
+        """
         began = self.step
         try:
             yield
-        except (SearchError, NoAnswerError) as error:
+        except SOUND as error:
             # what the step that has not ended leaves to the resumed run
             if self.step > began and due(self.step, self.config.eval.every):
                 self.evaluating = self.evaluating or 1
-            self.save()
+            wrong = error.version if isinstance(error, NotFinite) else None
+            if not wrong:  # weights of version 0 are those of the initial model
+                self.save()
             self.checkpoints.wait()
-            resume = f"{log.continues(self.folder)} step {self.step}"
-            error.args = (f"{error}\nThe run has been saved: {resume}",)
+            if self.stop.requested and isinstance(error, SearchError | NoAnswerError):
+                self.console.note(f"while stopping: {error}")
+                return
+            saved = "" if wrong else "The run has been saved: "
+            half = f"trainer.learning_rate={self.config.trainer.learning_rate / 2:g}"
+            lower = half if isinstance(error, NotFinite) and wrong != 0 else ""
+            error.args = (f"{error}\n{saved}{going_on(self.folder, wrong or 0, lower)}",)
             raise

@@ -77,6 +77,20 @@ class Response:
         return versions
 
 
+class StepError(RuntimeError):
+    """A step of the trainer has failed before it changed a weight: the run is saved and ends."""
+
+
+class NotFinite(StepError):
+    """Numbers of a step are not finite; or the policy's logits, with the weights of `version`."""
+
+    def __init__(self, problem: str = "", version: int | None = None) -> None:
+        advice = "lower trainer.learning_rate" if version else "use another model, or fp32"
+        policy = f"the policy of version {version} gives logits that are not finite; {advice}"
+        super().__init__(problem or policy)
+        self.version = version
+
+
 @dataclass(frozen=True)
 class Completion(Response):
     """Tokens of a response, and their log-probs at the sampling temperature.
@@ -102,6 +116,8 @@ class Completion(Response):
         if len(self.tokens) != len(self.logp):  # the buffer would read other numbers than it wrote
             counts = f"{len(self.tokens)} tokens and {len(self.logp)} log-probs"
             raise ValueError(f"a completion has {counts}; an engine gives one for each token")
+        if np.isnan(self.logp).any():
+            raise NotFinite(version=int(self.versions[np.isnan(self.logp).argmax()]))
 
     def shortened(self, limit: int) -> "Completion":
         """Return it as it is with this limit of tokens."""

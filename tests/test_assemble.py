@@ -1,17 +1,23 @@
 """A run that loses its trainer goes on from its newest checkpoint."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from build import config, end_alike, steps
+from torch import Tensor
 
 from tba.assemble import run
-from tba.learn import NotFinite, TrainerLost
+from tba.cli import _config
+from tba.learn import TrainerLost
 from tba.learn.trainer import SingleTrainer
-from tba.runs.log import WARNINGS, read
+from tba.objectives import Loss
+from tba.objectives.tb import TrajectoryBalance
+from tba.runs.log import CHECKPOINTS, WARNINGS, read
 from tba.runtime.local import LocalSearchers
-from tba.types import Batch
+from tba.strategies.recent import Recent
+from tba.types import Batch, NotFinite, StepError
 
 Losing = Callable[..., list[int]]
 
@@ -74,11 +80,70 @@ def test_a_run_without_a_checkpoint_never_begins_anew(tiny_model, tmp_path, losi
     assert taken == [0]
 
 
-def test_a_step_that_is_not_finite_restarts_nothing(tiny_model, tmp_path, losing):
-    losing(3, error=NotFinite("step 3: loss nan"))
-    with pytest.raises(NotFinite):
-        run(config(tiny_model, tmp_path / "run", "checkpoint.every=2"))
-    assert steps(tmp_path / "run") == [1, 2, 3]
+@dataclass(frozen=True)
+class Overflowing(TrajectoryBalance):
+    """Trajectory balance whose loss is divided by this."""
+
+    divisor: float = 1.0
+
+    def __call__(self, logp: Tensor, batch: Batch) -> Loss:
+        loss, metrics = super().__call__(logp, batch)
+        return loss / self.divisor, metrics
+
+
+@dataclass(frozen=True)
+class Leaving(Recent):
+    """Strategy that raises at the third step."""
+
+    def draw(self, columns: Any, groups: int, size: int, now: int, rng: Any) -> Any:
+        if now == 2:
+            raise KeyError("age")
+        return super().draw(columns, groups, size, now, rng)
+
+
+FAILURES = {
+    "objective.divisor={start=1.0, end=1.0, steps=1, cut_step=2, cut_to=0.0}": (
+        r"^step 3: loss (inf|nan), gradient norm nan, and no weight", " trainer.learning_rate=0.005"
+    ),
+    "strategy=test_assemble.Leaving": (r"^step 3: KeyError: 'age' \(.*\.py, line \d+\)\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_step_that_fails_costs_none_before(failure, tiny_model, tmp_path):
+    """The run is saved, restarts nothing, and says how it continues: at a lower rate for NaN."""
+    told, lower = FAILURES[failure]
+    folder = tmp_path / "run"
+    given = ("objective=test_assemble.Overflowing", "run.steps=4", "eval.prompts=0")
+    with pytest.raises(StepError, match=told) as raised:
+        run(config(tiny_model, folder, *given, failure))
+    command = f"`tba train --resume {folder}{lower}` continues from step 2"
+    assert str(raised.value).endswith(f"\nThe run has been saved: {command}")
+    again = _config(["objective=tb", "strategy=uniform", *lower.split()], folder)
+    assert run(again, folder).steps == 4 and steps(folder) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("every", "first"), [(1, ""), (4, "After `rm -r {}/step-00000003`, ")])
+def test_weights_that_give_no_finite_logits_are_gone_back_behind(
+    every, first, tiny_model, tmp_path, monkeypatch
+):
+    """Whether a publication shows it, or the next step, before which they have been saved."""
+    step = SingleTrainer.step
+
+    def breaking(self: SingleTrainer, batch: Batch, number: int) -> dict[str, float]:
+        metrics = step(self, batch, number)
+        if number == 2:
+            self.policy.model.model.norm.weight.data[0] = float("inf")
+        return metrics
+
+    monkeypatch.setattr(SingleTrainer, "step", breaking)
+    folder = tmp_path / "run"
+    given = (f"runtime.publish_every={every}", "checkpoint.every=1", "eval.prompts=0")
+    with pytest.raises(NotFinite, match="the policy of version 3 gives logits that") as raised:
+        run(config(tiny_model, folder, *given))
+    command = f"`tba train --resume {folder} trainer.learning_rate=0.005` continues from step 2"
+    assert str(raised.value).endswith("\n" + first.format(folder / CHECKPOINTS) + command)
+    assert steps(folder) == [1, 2, 3]
 
 
 def lost(*_: Any, **__: Any) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def check_docstrings() -> None:
+    """Raise ValueError if Python has left out docstrings."""
+    if sys.flags.optimize > 1:
+        raise ValueError(
+            "Python leaves out docstrings (PYTHONOPTIMIZE=2, or -OO), which transformers needs to"
+            " load models; unset PYTHONOPTIMIZE, or set it to 1"
+        )
+
+
 def explain(name: str, *errors: ErrorDetails) -> str:
     """Return an error message for a value, from pydantic's error, or its errors for a union."""
     first = errors[0]["type"]
@@ -75,6 +85,25 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
     if all_of_them is not None and len(known) > FEW:
         return f"{nearest}; {all_of_them}"
     return f"{nearest}; known: {', '.join(known) or 'none'}"
+
+
+def refuse(mistakes: Iterable[str]) -> None:
+    """Raise ValueError with a line for each mistake, unless there is none."""
+    if lines := "\n".join(dict.fromkeys(mistakes)):
+        raise ValueError(lines)
+
+
+def together(*checks: Callable[[], Any]) -> list[Any]:
+    """Return what all checks return; ValueError with the mistakes of all of them."""
+    results = []
+    mistakes: list[str] = []
+    for check in checks:
+        try:
+            results.append(check())
+        except ValueError as error:
+            mistakes += str(error).splitlines()
+    refuse(mistakes)
+    return results
 
 
 @contextmanager

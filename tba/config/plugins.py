@@ -8,8 +8,10 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import (
@@ -23,13 +25,13 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.errors import about, check_secrets, choices, explain, read_secrets
-from tba.config.schema import NEAREST, Config, elsewhere
-from tba.config.tables import FILLED_IN, PLUGGED, Positive, Use
+from tba.config.errors import about, check_secrets, choices, explain, read_secrets, reason, together
+from tba.config.schema import NEAREST, Config, elsewhere, inner_table
+from tba.config.tables import FILLED_IN, PLUGGED, Positive, Table, Use
 
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
@@ -114,14 +116,6 @@ def find(kind: str, name: str) -> type:
     """Return the class called `name`; ValueError with the nearest name if there is none."""
     if "." in name:
         return _on_path(kind, name)
-    check_name(kind, name)
-    module = importlib.import_module(f"tba.{kind}.{name}")
-    own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
-    return own[0]
-
-
-def check_name(kind: str, name: str) -> None:
-    """Raise ValueError, which names the nearest, if this package ships no such plug-in."""
     known = names(kind)
     if kind == "objectives" and name in NEAREST:
         raise ValueError(f"no objective called {name!r}; the nearest is `{NEAREST[name]}`")
@@ -130,6 +124,9 @@ def check_name(kind: str, name: str) -> None:
             f"no {kind.removeprefix('tasks.')} called {name!r}{choices(name, known, NAMES)};"
             " or write `package.module.Class`"
         )
+    module = importlib.import_module(f"tba.{kind}.{name}")
+    own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
+    return own[0]
 
 
 def _on_path(kind: str, name: str) -> type:
@@ -209,13 +206,6 @@ def check_options(
 ) -> dict[str, Any]:
     """Return the options of `[table]` for the factory called `use`; ValueError if one is wrong."""
     known = options_of(factory)
-    for name in options:
-        if name not in known:
-            place = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
-            listed = f"`tba list {use}` lists all options: {', '.join(known)}"
-            own = choices(name, known, None if "." in use else listed)
-            hint = f": {place}" if place else f"{own}; or remove it"
-            raise ValueError(f"{table}.{name}: {use!r} has no such option{hint}")
     kinds: dict[str, Any] = {}
     schedule_of: Any = Schedule  # of a type that type checkers do not see
     for name, option in known.items():
@@ -231,17 +221,19 @@ def check_options(
                 f"{table}.{name} = {value!r}: {error}; write a number, a text, a list or a table"
             ) from error
     make: Any = TypedDict  # not as for type checkers: its keys are not in the source
-    adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(make("options", kinds))
+    type_of_options = with_config(ConfigDict(extra="forbid"))(make("options", kinds))
+    adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(type_of_options)
     try:
         # as JSON, because strict validation of Python values would refuse lists for tuples
         return adapter.validate_json(to_json(options, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
-        raise ValueError(_mistakes(table, use, options, error.errors())) from error
+        raise ValueError(_mistakes(table, use, options, error.errors(), known)) from error
 
 
 def _mistakes(
-    table: str, use: str, options: Mapping[str, Any], errors: Sequence[ErrorDetails]
-) -> str:
+    table: str, use: str, options: Mapping[str, Any], errors: Sequence[ErrorDetails],
+    known: Collection[str],
+) -> str:  # fmt: skip
     """Return a message with a line for each wrong option, from the errors of pydantic."""
     places = [_place(options, error) for error in errors]
     lines = []
@@ -250,6 +242,12 @@ def _mistakes(
         deepest = max((place for place in places if place[0] == name), key=len)
         own = [error for place, error in zip(places, errors, strict=True) if place == deepest]
         message = explain(".".join([table, *deepest]), *own)
+        if name not in known:
+            place = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
+            listed = f"`tba list {use}` lists all options: {', '.join(known)}"
+            own = choices(name, known, None if "." in use else listed)
+            hint = f": {place}" if place else f"{own}; or remove it"
+            message = f"{table}.{name}: {use!r} has no such option{hint}"
         lines.append(message if name in options else f"{message}: {use!r} needs it")
     return "\n".join(lines)
 
@@ -278,13 +276,80 @@ class Plugins:
 
 def resolve_all(config: Config) -> Plugins:
     """Find the five plug-ins of a config and check their options; ValueError if one is wrong."""
-    plugins = {}
-    for table, kind in PLUGGED.items():
+    return Plugins(*resolved(config, PLUGGED))
+
+
+def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
+    """Return the plug-ins of those of these tables that name one; ValueError if one is wrong."""
+
+    def of_table(table: str) -> Plugin:
         given: Use = getattr(config, table)
         with about(table):
             read_secrets(given.options)  # ValueError here, and not where the plug-in is built
-        plugins[table] = resolve(kind, table, given.use, given.options)
-    return Plugins(**plugins)
+        return resolve(PLUGGED[table], table, given.use, given.options)
+
+    return together(*(partial(of_table, each) for each in PLUGGED if each in tables))
+
+
+def mistakes(
+    model: type[Table], plain: Mapping[str, Any], errors: Sequence[ErrorDetails]
+) -> list[str]:
+    """Return the mistakes in tables: these errors, and those that do not depend on wrong keys."""
+    told = [_explained(model, each) for each in errors]
+    wrong = [each["loc"][:2] for each in errors]
+    if model is not Config or () in wrong:  # () is about keys that do not fit together
+        return told
+    rest = {name: table for name, table in plain.items() if (name,) not in wrong}
+    for name, table in rest.items():
+        if isinstance(table, Mapping):
+            rest[name] = {key: v for key, v in table.items() if (name, key) not in wrong}
+    try:
+        left = Config(**rest)
+        resolved(left, left.model_fields_set)
+    except ValueError as error:
+        keys = {place[-1] for place in wrong}
+        lines = str(error).splitlines()
+        told += [line for line in lines if keys.isdisjoint(re.findall(r"\w+", line))]
+    return told
+
+
+def _explained(model: type[Table], error: ErrorDetails) -> str:
+    """Return an error message, from pydantic's error about a `model`, whose fields are tables."""
+    path = [str(part) for part in error["loc"]]
+    where = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        places = {key: elsewhere(key) for key in _keys(where, error["input"])}
+        known = [f"unknown key {key!r}: {place}" for key, place in places.items() if place]
+        return "\n".join(known) or _unknown_key(model, path)
+    if error["type"] == "value_error":
+        return reason(error)
+    if error["type"] == "model_type":
+        hint = f"write a table, [{where}], with its keys"
+        if where in PLUGGED:
+            hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
+        return f"{where} = {error['input']!r}: {hint}"
+    return explain(where, error)
+
+
+def _keys(where: str, value: object) -> Iterator[str]:
+    """Yield `where` followed by each key of a table, or `where` itself if it holds no table."""
+    if not isinstance(value, Mapping) or not value:
+        yield where
+        return
+    for name, inner in value.items():
+        yield from _keys(f"{where}.{name}", inner)
+
+
+def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
+    """Return an error message with the nearest keys."""
+    *outer, name = path
+    table = model
+    for each in outer:
+        table = inner_table(table.model_fields[each]) or table
+    where = ".".join(path)
+    known = [field.alias or key for key, field in table.model_fields.items()]
+    every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
+    return f"unknown key {where!r}{choices(name, known, every)}"
 
 
 def with_defaults(config: Config) -> Config:

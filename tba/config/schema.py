@@ -11,16 +11,21 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from tba.config import tables
-from tba.config.errors import check_secrets, choices, explain, reason
+from tba.config.errors import (
+    check_docstrings,
+    check_secrets,
+    refuse,
+    together,
+)
 from tba.config.tables import PLUGGED, Table, Use
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
@@ -52,12 +57,14 @@ class Tables(Table):
     """All tables of a TOML file. ValueError with one line for each mistake."""
 
     def __init__(self, **plain: Any):
+        check_docstrings()
         check_secrets("", plain)
         try:
             super().__init__(**plain)
         except ValidationError as error:
-            mistakes = [_explained(type(self), each) for each in error.errors()]
-            raise ValueError("\n".join(mistakes)) from None
+            from tba.config.plugins import mistakes
+
+            refuse(mistakes(type(self), plain, error.errors()))
 
 
 class Config(Tables):
@@ -110,10 +117,14 @@ class Config(Tables):
 
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
-        """Raise ValueError for the first setting that lacks what it needs of another one."""
-        for is_broken, setting, what in (*self._needs_of_sizes(), *self._needs_of_processes()):
-            if is_broken:
-                raise ValueError(f"{setting} needs {what}: set that, or change the former")
+        """Raise ValueError for settings that lack what they need of others."""
+        rules = (*self._needs_of_sizes(), *self._needs_of_processes())
+        broken = [f"{setting} needs {what}" for is_broken, setting, what in rules if is_broken]
+        if broken:
+            from tba.config.plugins import resolved
+
+            refused = partial(refuse, [f"{e}: set that, or change the former" for e in broken])
+            together(refused, partial(resolved, self, self.model_fields_set))
         return self
 
     def _needs_of_sizes(self) -> Iterator[Rule]:
@@ -182,7 +193,7 @@ class Config(Tables):
         mixed = self.policy.autocast != "bf16"
         yield t.weights == "bf16" and mixed, "trainer.weights = bf16", "policy.autocast=bf16"
         whole = f"a group for each, so trainer.batch_size={t.devices * t.group_size} or more"
-        yield t.devices > t.groups, ranks, whole
+        yield several and t.devices > t.groups, ranks, whole
         yield t.fsdp is not None and not several, "trainer.fsdp", "trainer.devices above 1"
 
     @property
@@ -254,8 +265,8 @@ def load(
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
     plain = read_tables({} if path is None else path)
-    override_all(plain, overrides)
-    return Config(**plain)
+    config: Config = together(partial(override_all, plain, overrides), lambda: Config(**plain))[1]
+    return config
 
 
 def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -298,19 +309,23 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
 
     An empty value, `table.key=`, takes the key out, so that its default holds.
     """
-    values = {}
-    for setting in settings:
-        key, equals, text = (part.strip() for part in setting.partition("="))
-        value = _value(text)
-        check_secrets(key, value)  # first: no error quotes one
-        if not equals or ("." not in key and key not in PLUGGED):
-            hint = without_table(key, text) if equals else ""
-            hint = hint or (
-                "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
-            )
-            raise ValueError(f"{setting!r}: write `table.key=value`, {hint}")
-        values[f"{key}.use" if key in PLUGGED else key] = value
-    assign_all(plain, values)
+    values: dict[str, Any] = {}
+    read = [partial(_read_setting, each, values) for each in settings]
+    together(*read, partial(assign_all, plain, values))
+
+
+def _read_setting(setting: str, values: dict[str, Any]) -> None:
+    """Add the value of `table.key=value` to the values by `table.key`."""
+    key, equals, text = (part.strip() for part in setting.partition("="))
+    value = _value(text)
+    check_secrets(key, value)  # first: no error quotes one
+    if not equals or ("." not in key and key not in PLUGGED):
+        hint = without_table(key, text) if equals else ""
+        example = (
+            "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
+        )
+        raise ValueError(f"{setting!r}: write `table.key=value`, {hint or example}")
+    values[f"{key}.use" if key in PLUGGED else key] = value
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -409,42 +424,3 @@ def _places() -> dict[str, list[str]]:
             if key != "use":
                 places.setdefault(key, []).append(f"{table}.{key}")
     return places
-
-
-def _explained(model: type[Table], error: ErrorDetails) -> str:
-    """Return an error message, from pydantic's error about a `model`, whose fields are tables."""
-    path = [str(part) for part in error["loc"]]
-    where = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        places = {key: elsewhere(key) for key in _keys(where, error["input"])}
-        known = [f"unknown key {key!r}: {place}" for key, place in places.items() if place]
-        return "\n".join(known) or _unknown_key(model, path)
-    if error["type"] == "value_error":
-        return reason(error)
-    if error["type"] == "model_type":
-        hint = f"write a table, [{where}], with its keys"
-        if where in PLUGGED:
-            hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
-        return f"{where} = {error['input']!r}: {hint}"
-    return explain(where, error)
-
-
-def _keys(where: str, value: object) -> Iterator[str]:
-    """Yield `where` followed by each key of a table, or `where` itself if it holds no table."""
-    if not isinstance(value, Mapping) or not value:
-        yield where
-        return
-    for name, inner in value.items():
-        yield from _keys(f"{where}.{name}", inner)
-
-
-def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
-    """Return an error message with the nearest keys."""
-    *outer, name = path
-    table = model
-    for each in outer:
-        table = inner_table(table.model_fields[each]) or table
-    where = ".".join(path)
-    known = [field.alias or key for key, field in table.model_fields.items()]
-    every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
-    return f"unknown key {where!r}{choices(name, known, every)}"

@@ -35,7 +35,8 @@ def choose(
         else:
             p = (scaled * (sampling.temperature / sampling.explore)).softmax(-1)
         cumulative = _without_unlikely(p, sampling).cumsum(-1)
-        tokens = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
+        found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
+        tokens = found.clamp_(max=logits.shape[-1] - 1)  # of NaN, it is behind all tokens
     return tokens, scaled.gather(1, tokens) - total
 
 

@@ -1,11 +1,13 @@
 """Contract of a trainer: everything that loop, checkpoint and runtime know about it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 from typing import Protocol
 
-from tba.types import Batch
+from tba.types import Batch, StepError
 from tba.weights import Sent
 
 
@@ -32,7 +34,7 @@ class Trainer(Protocol):
         """Sizes of the model."""
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Take one step on the mean loss of the groups; NotFinite before any weight has changed."""
+        """Take one step on the mean loss of the groups; StepError before any weight has changed."""
 
     def send(self, version: int) -> Sent:
         """Send the weights to all searchers, with their probe."""
@@ -68,5 +70,17 @@ class TrainerLost(RuntimeError):
     """
 
 
-class NotFinite(RuntimeError):
-    """A batch, a loss or a gradient is not finite; no weight has been changed."""
+@contextmanager
+def unchanged(step: int) -> Iterator[None]:
+    """Surround the part of a step before a weight changes: errors in it are StepErrors."""
+    try:
+        yield
+    except (StepError, WrongReference):
+        raise
+    except Exception as error:  # of an objective or a strategy, or of a device without memory
+        line = extract_tb(error.__traceback__)[-1]
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        why = f"{kind}{str(error).strip().partition(chr(10))[0]}"
+        if "allocate" in why:
+            why += "; lower trainer.token_budget, or set policy.gradient_checkpointing=true"
+        raise StepError(f"step {step + 1}: {why} ({line.filename}, line {line.lineno})") from error

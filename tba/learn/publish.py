@@ -8,7 +8,7 @@ import torch
 
 from tba.learn.policy import Policy
 from tba.models.lora import round_linear
-from tba.types import Batch, TokenBatch, collate_tokens
+from tba.types import Batch, NotFinite, TokenBatch, collate_tokens
 from tba.weights import Probe, Sent, Transport, published, trained
 
 PROMPT = 16  # tokens of a probe's prompt; it is longer for engines that cache prompts
@@ -45,9 +45,11 @@ def sequences_of(batch: Batch) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def answer(policy: Policy, tokens: TokenBatch) -> Probe:
-    """Return the probe of these tokens, with the policy's log-probs."""
+def answer(policy: Policy, tokens: TokenBatch, version: int) -> Probe:
+    """Return the probe of these tokens, with the policy's log-probs; NotFinite if one is not."""
     logp = policy.logp(tokens)[0, 0].float().cpu().numpy()
+    if not np.isfinite(logp).all():
+        raise NotFinite(version=version)
     return Probe(
         prompt_tokens=tokens.prompt_tokens[0].int().numpy(),
         tokens=tokens.tokens[0, 0].int().numpy(),
@@ -86,7 +88,7 @@ class Copy:
     ) -> Sent:
         """Send the weights with their probe, and put the copy into the list."""
         with torch.cuda.stream(self._stream):  # nothing changes if there is none
-            probe = answer(self._policy, asked)
+            probe = answer(self._policy, asked, version)
             tensors = published(trained(self._policy.model), self._bf16)
             sent = transport.send(version, tensors, probe)
         free.append(self)  # its memory is allocated once

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.config.tables import FsdpTable
 from tba.engines import engine_in_bf16
-from tba.learn import NotFinite, TrainerSizes, WrongReference, plan, publish, state
+from tba.learn import TrainerSizes, WrongReference, plan, publish, state, unchanged
 from tba.learn.checks import check_lengths, checked_loss, warm_up
 from tba.learn.optimizer import Sums, build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy
@@ -26,7 +27,7 @@ from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Objective, centred, kl_k3, total
 from tba.streams import Use, seed_of
-from tba.types import Batch, TokenBatch
+from tba.types import Batch, NotFinite, TokenBatch
 from tba.weights import Direct, Probe, Sent, Transport, published, trained
 
 MOST_K3 = 10.0
@@ -146,18 +147,20 @@ class SingleTrainer:
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Take a step of which this rank computes its part; metrics are those of all ranks."""
         started = time.perf_counter()
-        _check_finite(batch, step)
-        objective = self.setup.objective.at(step)
-        slots = self.slots(batch)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.sums.parts.clear()
-        ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
-        metrics = _mean([each.metrics for each in ran if each.metrics])
-        self._check_reference(metrics.pop("from_ref"), step)
-        metrics["batch/padding"] = sum(r.padding for r in ran) / sum(r.tokens for r in ran)
-        if self.ranks > 1:
-            metrics["batch/imbalance"] = plan.imbalance(batch, slots, self.policy.share_prompt)
-        metrics["grad_norm"] = self._clip(step, metrics)
+        # of several ranks, the others wait for one that fails: nothing can be saved
+        with unchanged(step) if self.ranks == 1 else nullcontext():
+            _check_finite(batch, step)
+            objective = self.setup.objective.at(step)
+            slots = self.slots(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.sums.parts.clear()
+            ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
+            metrics = _mean([each.metrics for each in ran if each.metrics])
+            self._check_reference(metrics.pop("from_ref"), step)
+            metrics["batch/padding"] = sum(r.padding for r in ran) / sum(r.tokens for r in ran)
+            if self.ranks > 1:
+                metrics["batch/imbalance"] = plan.imbalance(batch, slots, self.policy.share_prompt)
+            metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
@@ -190,7 +193,7 @@ class SingleTrainer:
         )
 
     def send(self, version: int) -> Sent:
-        probe = publish.answer(self.policy, self.probe)
+        probe = publish.answer(self.policy, self.probe, version)
         if self.ranks > 1:  # that pass has left the embeddings whole
             reshard(self.policy)
         return self._send(version, self.bf16_weights, probe)
@@ -287,10 +290,14 @@ class SingleTrainer:
         """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
         limit = self.setup.config.trainer.max_grad_norm
         norms = [self.sums.clip(group["params"], limit) for group in self.optimizer.param_groups]
-        if not all(map(math.isfinite, [*metrics.values(), *norms])):
+        if not math.isfinite(metrics["log_ratio"]):
+            raise NotFinite(version=step)
+        numbers = {**metrics, "gradient norm": sum(norms)}
+        wrong = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
+        if wrong:
             raise NotFinite(
-                f"step {step}: loss {metrics['loss']}, gradient norm {norms[0]};"
-                " lower trainer.learning_rate or raise objective.beta"
+                f"step {step + 1}: {', '.join(wrong)}, and no weight has changed; lower"
+                " trainer.learning_rate, or change the objective or its options"
             )
         return norms[0]
 
@@ -299,7 +306,7 @@ def _check_finite(batch: Batch, step: int) -> None:
     for name in ("reward", "ref_logp", "behavior_logp"):  # a value may be NaN: no estimate
         if not batch.tensors()[name].isfinite().all():
             raise NotFinite(
-                f"step {step}: {name} of the batch is not finite; fix the reward or the engine"
+                f"step {step + 1}: {name} of the batch is not finite; fix the reward or the engine"
             )
 
 

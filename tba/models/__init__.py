@@ -1,6 +1,8 @@
 """Models: their places, loading, LoRA, and what makes them faster."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 BUNDLED = Path(__file__).parent
 
@@ -24,3 +26,10 @@ def model_path(name: str, key: str = "policy.model") -> str:
     else:
         return name
     raise ValueError(f"{key} = {name!r}: {problem}")
+
+
+def tokens_in(value: Any, vocabulary: float) -> list[int]:
+    """Return the ids in a config's value that are tokens; -1, for one, means that there is none."""
+    ids = value if isinstance(value, list) else [value]
+    numbers = [float(each) for each in ids if re.fullmatch(r"\d+(\.0)?", str(each))]
+    return [int(number) for number in numbers if number < vocabulary]

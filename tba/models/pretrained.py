@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from logging import getLogger
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 
 from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
-from tba.models import model_path
+from tba.models import model_path, tokens_in
 from tba.models.template import Roles, arguments_in, render
 from tba.prompt import Answer, Message, Prompt
 
@@ -158,7 +159,7 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
     """Load the tokenizer and the config.json of a model; ValueError, which names the key."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     path = model_path(name, key)
     named = f"{key} = {name!r}"
@@ -167,9 +168,8 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
             f"{named} is an adapter: give its base, and the folder as policy.lora.from"
         )
     _check_sizes(path, named)
-    options = sources(path, remote_code)
     with _explained(path, named):
-        config = AutoConfig.from_pretrained(path, **options)
+        config = config_of(path, remote_code)
     plain = config.to_dict()
     quantised = plain.get("quantization_config") or plain.get("compression_config")
     if quantised:
@@ -179,7 +179,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
             " compared; give the model in bf16 or fp32"
         )
     with _explained(path, named):
-        return AutoTokenizer.from_pretrained(path, **options), config
+        return AutoTokenizer.from_pretrained(path, **sources(path, remote_code)), config
 
 
 def _check_sizes(path: str, named: str) -> None:
@@ -236,11 +236,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
             f" could end: {given or tokenizer.eos_token!r} has number {eos}, and it samples from"
             f" {vocabulary} tokens; set policy.eos_token to one of its tokens that ends texts"
         )
-    pad = tokenizer.pad_token_id
-    if pad is None or pad >= vocabulary:  # it is masked, so that any token will do
-        pad = eos
     declared = _declared_eos(model_path(policy.model), config)
-    eos_ids = frozenset({eos, *(i for i in declared if 0 <= i < vocabulary)})
     template = str(tokenizer.chat_template)
     for name in policy.chat_template_kwargs:
         if name not in template:  # a template ignores what it does not know
@@ -251,8 +247,8 @@ def load_text(policy: PolicyTable) -> Tokenizer:
     return Tokenizer(
         tokenizer=tokenizer,
         eos_id=eos,
-        eos_ids=eos_ids,
-        pad_id=pad,
+        eos_ids=frozenset({eos, *tokens_in(declared, vocabulary)}),
+        pad_id=(tokens_in(tokenizer.pad_token_id, vocabulary) or [eos])[0],  # any: it is masked
         context=context(config, tokenizer),
         vocabulary=vocabulary,
         template_kwargs=policy.chat_template_kwargs,
@@ -260,13 +256,22 @@ def load_text(policy: PolicyTable) -> Tokenizer:
 
 
 def load_config(policy: PolicyTable) -> Any:
+    return config_of(model_path(policy.model), policy.trust_remote_code)
+
+
+def config_of(path: str, remote_code: bool) -> Any:
+    """Return a model's config.json, without a pad id that is no token: -1 is the last embedding."""
     from transformers import AutoConfig
 
-    path = model_path(policy.model)
-    return AutoConfig.from_pretrained(path, **sources(path, policy.trust_remote_code))
+    config = AutoConfig.from_pretrained(path, **sources(path, remote_code))
+    text = config.get_text_config()
+    ids = text.to_dict()
+    if "pad_token_id" in ids and not tokens_in(ids["pad_token_id"], ids.get("vocab_size", inf)):
+        text.pad_token_id = None
+    return config
 
 
-def _declared_eos(path: str, config: Any) -> list[int]:
+def _declared_eos(path: str, config: Any) -> Any:
     from transformers import GenerationConfig
 
     declared = config.get_text_config().to_dict().get("eos_token_id")
@@ -277,8 +282,7 @@ def _declared_eos(path: str, config: Any) -> list[int]:
         except OSError:
             if Path(path, "generation_config.json").is_file():
                 raise
-        ids = declared if isinstance(declared, list) else [declared]
-        return [int(i) for i in ids if i is not None]
+    return declared
 
 
 def sources(path: str, remote_code: bool) -> dict[str, bool]:
@@ -365,8 +369,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    remote_code = policy.trust_remote_code
-    given = policy.model, "policy.model", remote_code
+    given = policy.model, "policy.model", policy.trust_remote_code
     return load_weighted(AutoModelForCausalLM, dtype, *given, device, quantised)
 
 
@@ -401,6 +404,7 @@ def load_weighted(
         with _explained(path, named):
             model, report = auto.from_pretrained(
                 path,
+                config=config_of(path, remote_code),
                 dtype=dtype,
                 device_map=device,
                 quantization_config=quantised,
@@ -434,9 +438,9 @@ def load_empty_model(policy: PolicyTable) -> Any:
     """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(policy)
+    options = {"trust_remote_code": policy.trust_remote_code}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=policy.trust_remote_code)
+        return AutoModelForCausalLM.from_config(load_config(policy), **options)
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:

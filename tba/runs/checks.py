@@ -4,13 +4,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tba.config.plugins import check_name, resolve, resolve_all
+from tba.config.errors import together
+from tba.config.plugins import resolve, resolve_all, resolved
 from tba.config.schema import Config, assign_all, override_all, read_tables
-from tba.config.tables import PLUGGED, PolicyTable, Use, by_key
+from tba.config.tables import PLUGGED, PolicyTable, by_key
 from tba.models import model_path
 from tba.runs import log
 from tba.runs.log import check_usable
@@ -18,8 +20,6 @@ from tba.tasks._memory import Passed, build_task
 
 SHARED = Path("/dev/shm")
 """Folder of shared memory."""
-IMPORT_TORCH = ("objectives", "engines")
-"""Plug-ins whose options are checked later."""
 SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
 """Socket of a private Ray below the temporary folder, without the process id at its end."""
 LONGEST = 107
@@ -84,25 +84,29 @@ def check_start(config: Config, resume: Path | None, passed: Passed | None = Non
     check_config(config, passed, folder)
 
 
+def tell_finished(run: Path, config: Config) -> bool:
+    """Return whether a run that shall be resumed has done all of its steps; if so, say so."""
+    summary = log.read_optional(run / log.SUMMARY) or {}
+    before = log.read_config(run).run
+    is_longer = (config.run.steps, config.run.epochs) != (before.steps, before.epochs)
+    if is_longer or not summary.get("finished") or summary.get("ended"):
+        return False
+    more = log.resumes(run, f"run.steps={2 * summary['steps']}")
+    print(f"{run} has finished all of its {summary['steps']} steps; for more, type `{more}`")
+    return True
+
+
 def check_config(config: Config, passed: Passed | None = None, folder: Path = Path()) -> None:
     """Raise ValueError for a wrong model, plug-in, option or reward function."""
     if passed is not None:
         config = passed.named_in(config, folder)
-    _check_tokenizer(Path(model_path(config.policy.model)))
-    for table, kind in PLUGGED.items():
-        given: Use = getattr(config, table)
-        if kind not in IMPORT_TORCH:
-            resolve(kind, table, given.use, given.options)
-        elif "." not in given.use:
-            check_name(kind, given.use)
-    if "model" not in config.policy.model_fields_set and config.task.use != "arithmetic":
-        raise ValueError(
-            f"policy.model is missing: name the model to train on task.use = {config.task.use!r},"
-            " such as policy.model=HuggingFaceTB/SmolLM2-135M-Instruct; the default,"
-            " bundled:arithmetic, can only add"
-        )
-    plugin = resolve("tasks", "task", config.task.use, config.task.options)
-    build_task(plugin, None if passed is None else passed.functions)
+    functions = None if passed is None else passed.functions
+    task = config.task
+    together(
+        partial(_check_model, config),
+        partial(resolved, config, config.model_fields_set),
+        lambda: build_task(resolve("tasks", "task", task.use, task.options), functions),
+    )
 
 
 def check_evaluated(model: str, config: Config) -> None:
@@ -174,8 +178,15 @@ def _check_writable(folder: Path, named: str, advice: str) -> None:
         raise ValueError(f"{named} cannot be written to: {why}; {advice}") from error
 
 
-def _check_tokenizer(folder: Path) -> None:
-    """Raise ValueError if a folder has a model, but no tokenizer."""
+def _check_model(config: Config) -> None:
+    """Raise ValueError if no model is named, or a folder has a model, but no tokenizer."""
+    if "model" not in config.policy.model_fields_set and config.task.use != "arithmetic":
+        raise ValueError(
+            f"policy.model is missing: name the model to train on task.use = {config.task.use!r},"
+            " such as policy.model=HuggingFaceTB/SmolLM2-135M-Instruct; the default,"
+            " bundled:arithmetic, can only add"
+        )
+    folder = Path(model_path(config.policy.model))
     if folder.is_dir() and not any(VOCABULARY.search(file.name) for file in folder.iterdir()):
         raise ValueError(
             f"policy.model = {str(folder)!r}: the folder has a model, but no tokenizer; save it"

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import IO
 
 from tba.config.schema import read_json
-from tba.runs.log import own_folder
+from tba.runs.log import CHECKPOINTS, continues, own_folder
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")
@@ -42,6 +43,18 @@ def generations(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     complete = (path for path in saved(folder) if not path.name.startswith("."))
     return sorted(complete, key=step_of)
+
+
+def going_on(run: Path, wrong: int = 0, setting: str = "") -> str:
+    """Return how to continue a run: from its newest checkpoint, or that before step `wrong`."""
+    saved = generations(run / CHECKPOINTS)
+    later = [quote(str(each)) for each in saved if 0 < wrong <= step_of(each)]
+    if len(later) == len(saved):
+        when = "from before that" if later else "yet"
+        again = f"remove its folder (`rm -r {quote(str(run))}`), and start it again"
+        return f"It has no checkpoint {when}: {again}"
+    first = f"After `rm -r {' '.join(later)}`, " if later else ""
+    return f"{first}{continues(run, setting)} step {step_of(saved[-1 - len(later)])}"
 
 
 @contextmanager

@@ -98,17 +98,18 @@ def is_run(folder: Path) -> bool:
     return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()
 
 
-def resumes(run: Path) -> str:
+def resumes(run: Path, setting: str = "") -> str:
     """Return what to type to resume a run: reward functions from Python must be passed again."""
     task = (read_optional(run / CONFIG) or {}).get("task", {})
     if task.get("use") == "custom" and not task.get("reward"):
-        return f"tba.train({{}}, resume={str(run)!r}, reward=…)"
-    return f"tba train --resume {quote(str(run))}"
+        config = "{…}" if setting else "{}"
+        return f"tba.train({config}, resume={str(run)!r}, reward=…)"
+    return f"tba train --resume {quote(str(run))} {setting}".rstrip()
 
 
-def continues(run: Path) -> str:
+def continues(run: Path, setting: str = "") -> str:
     """Return the beginning of a sentence: what to type to continue a run."""
-    return f"`{resumes(run)}` continues from"
+    return f"`{resumes(run, setting)}` continues from"
 
 
 def check_unused(run: Path) -> None:

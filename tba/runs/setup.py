@@ -4,12 +4,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 
 import numpy as np
 
-from tba.config.errors import about
+from tba.config.errors import about, together
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
 from tba.engines import Engine
@@ -173,12 +174,14 @@ def _setup_of(
     limit = config.engine.options.get("max_model_len")
     text = load_text(config.policy).within(limit) if data is None else data.text
     config = with_defaults(config)
-    notes = _check_policy(config, here)
     plugins = resolve_all(config)
     objective = plugins.objective
-    _check_engine(config, engine, here)
-    _check_objective(config, objective)
-    data = data or _read(config, functions, text, plugins.task)
+    notes, _, _, data = together(
+        partial(_check_policy, config, here),
+        partial(_check_engine, config, engine, here),
+        partial(_check_objective, config, objective),
+        lambda: data or _read(config, functions, text, plugins.task),
+    )
     _check_tools(config, data.task, objective, data.prompts[0])
     if not data.held_out:
         check_unevaluated(config)

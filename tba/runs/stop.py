@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -12,6 +13,8 @@ from typing import Any
 from tba.config.errors import printable
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TWICE = 0.5
+"""Seconds in which it is still the first: `timeout` signals a process, and then its group."""
 
 
 class Stop:
@@ -70,8 +73,11 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         for each in self._before:
+            signal.signal(each, lambda *_: None)
+        told = "stopping: finishing this step and saving; interrupt again to stop at once"
+        self._request("stopped before the first step" if self._starting else told)
+        time.sleep(TWICE)
+        for each in self._before:
             signal.signal(each, signal.SIG_DFL)
         if self._starting:
-            print("\nstopped before the first step", file=sys.stderr, flush=True)
             raise KeyboardInterrupt
-        self._request("stopping: finishing this step and saving; interrupt again to stop at once")

@@ -18,10 +18,6 @@ from tba.search.searcher import SearchSetup
 from tba.weights import Sent, Weights
 
 
-class UnseenError(SearchError):
-    """The machine of a searcher cannot see a folder that it needs."""
-
-
 class SearcherActor:
     """Searcher that runs several searches at once, each in a thread of its own.
 
@@ -36,19 +32,18 @@ class SearcherActor:
         setup: SearchSetup,
         place: Place,
         bf16: bool,
-        path: list[str],
         folders: Mapping[str, str],
         receive: Callable[[Sent], Weights],
         newest: Sent | None,
     ):
-        place.begin(path)
+        place.begin()
         self._place = place
         self._receive = receive
         self._wrong: SearchError | None = None  # every later call raises it
         try:
             check_seen(folders)
         except ValueError as error:
-            self._wrong = UnseenError(str(error))
+            self._wrong = SearchError(str(error))
             return
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
+from ray.job_config import JobConfig
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -43,8 +44,6 @@ BUCKET = 2**30
 """Bytes of an object that holds a part of the weights, unless a tensor alone has more."""
 
 log = logging.getLogger(__name__)
-
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 INLINE = 2**28
 """Bytes of arguments and results that a private Ray keeps out of its object store."""
@@ -187,7 +186,10 @@ class Connection:
         self._watcher: Child | None = None
         self._clean_up: Callable[[], None] = lambda: None
         self.folder: Path | None = None  # of a private Ray
-        start: partial[Any] = partial(ray.init, settings.address, **QUIET)
+        # every process finds modules where this one does: Ray would put the current folder first
+        job = JobConfig(_client_job=True, _py_driver_sys_path=[*map(str, reversed(sys.path))])
+        options = {"job_config": job, "log_to_driver": False, "logging_level": logging.ERROR}
+        start: partial[Any] = partial(ray.init, settings.address, **options)
         if settings.address is None:
             mark = secrets.token_hex(8)
             home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
@@ -197,10 +199,9 @@ class Connection:
             self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
             self.folder = folder
             processes = settings.most_searchers + ranks
-            start = partial(_start_private, processes, mark, folder)
+            start = partial(_start_private, options, processes, mark, folder)
         try:
-            context: Any = self.calls.within(settings.start_deadline, "start", start)
-            info = context.address_info
+            info: Any = self.calls.within(settings.start_deadline, "start", start).address_info
             watched = processes_of_ray(info["session_dir"], info["raylet_socket_name"])
             self.calls.watch(watched)
         except BaseException as error:
@@ -240,12 +241,14 @@ class Connection:
         self.calls.close()
 
 
-def _start_private(processes: int, mark: str, folder: Path) -> Any:
+def _start_private(options: dict[str, Any], processes: int, mark: str, folder: Path) -> Any:
     """Start a private Ray for so many processes, with the GPUs of this machine."""
     # at Ray's default of 15, any other program on its core starves a searcher
     os.environ.setdefault("RAY_worker_niceness", "0")
     before = os.environ.get(MARK, "")
     os.environ[MARK] = mark
+    starting = [os.setsid]  # signals to the group of this process, as Ctrl-C, do not reach Ray
+    os.register_at_fork(after_in_child=lambda: [leave_group() for leave_group in starting])
     try:
         return ray.init(
             "local",
@@ -259,9 +262,10 @@ def _start_private(processes: int, mark: str, folder: Path) -> Any:
                 "max_direct_call_object_size": INLINE,
                 "task_rpc_inlined_bytes_limit": INLINE,
             },
-            **QUIET,
+            **options,
         )
     finally:
+        starting.clear()
         os.environ[MARK] = before
 
 

@@ -22,6 +22,7 @@ import psutil
 
 from tba.engines import SearchError
 from tba.learn import TrainerLost
+from tba.types import StepError
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ def search_errors(problem: str) -> Iterator[None]:
     """
     try:
         yield
-    except (SearchError, NoAnswerError, TrainerLost):
+    except (SearchError, NoAnswerError, StepError, TrainerLost):
         raise
     except Exception as error:
         raise SearchError(f"{problem} ({type(error).__name__}): {error}") from error

@@ -47,9 +47,8 @@ class Place:
         parts = [self.cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
         return [Place(self.device, part or self.cores) for part in parts]
 
-    def begin(self, path: Sequence[str]) -> None:
-        """Prepare a new process, which finds modules on this path, and take the place."""
-        sys.path[:] = [*path, *(p for p in sys.path if p not in path)]
+    def begin(self) -> None:
+        """Prepare a new process, and take the place."""
         self.take()
         if self.device == "cpu":
             reuse_memory()

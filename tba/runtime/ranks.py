@@ -33,12 +33,12 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
-from tba.learn import NotFinite, TrainerLost, TrainerSizes, WrongReference
+from tba.learn import TrainerLost, TrainerSizes, WrongReference
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import Place
-from tba.types import Batch
+from tba.types import Batch, NotFinite
 from tba.weights import Sent, Transport
 
 Errors = tuple[type[Exception], ...]
@@ -55,8 +55,8 @@ WRITING = "writing"
 class RankActor:
     """A rank: a trainer of its part of each tensor, in a process of its own."""
 
-    def __init__(self, place: Place, path: list[str], folders: Mapping[str, str]):
-        place.begin(path)
+    def __init__(self, place: Place, folders: Mapping[str, str]):
+        place.begin()
         self._place = place
         self._folders = folders
         self._trainer: SingleTrainer
@@ -151,7 +151,7 @@ class ShardedTrainer:
         create: Any = ray.remote(**groups)(RankActor)
         self._ranks = calls(
             "create ranks",
-            lambda: [create.options(**s.options).remote(s.place, sys.path, folders) for s in slots],
+            lambda: [create.options(**s.options).remote(s.place, folders) for s in slots],
         )
         given = start, "runtime.start_deadline", ENDED_BY_USER
         try:
@@ -173,7 +173,7 @@ class ShardedTrainer:
         return metrics
 
     def send(self, version: int) -> Sent:
-        sent: Sent = self._call("send", "publish", version)[0]
+        sent: Sent = self._call("send", "publish", version, passed=(NotFinite,))[0]
         return sent
 
     def copy(self, version: int) -> Callable[[], Sent]:

@@ -26,7 +26,6 @@ One lock, `_changed`, guards pool, stream, results and evaluations. Every call t
 """
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from tba.engines import EngineError, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import RejectionMonitor, SearchJob
-from tba.runtime.actor import SearcherActor, UnseenError
+from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
 from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.runtime.pool import (
@@ -58,8 +57,7 @@ from tba.runtime.pool import (
 )
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.search.searcher import LogpGapError
-from tba.types import Group
+from tba.types import Group, NotFinite
 from tba.weights import Sent, Weights, resend
 
 log = logging.getLogger(__name__)
@@ -115,7 +113,7 @@ class RaySearchers:
         start: Any = ray.remote(**options)(SearcherActor)
         receive = self._transport.receive
         actor = start.remote(
-            self._job.setup, slot.place, self._bf16, sys.path, self._folders, receive, newest
+            self._job.setup, slot.place, self._bf16, self._folders, receive, newest
         )
         return actor, actor.machine.options(concurrency_group=CONTROL).remote()
 
@@ -312,14 +310,12 @@ class RaySearchers:
     def _receive(self, handle: Handle, task: SearcherTask) -> None:
         try:
             result = self._calls("return a result", received, task.ref)
-        except LogpGapError as error:
-            raise LogpGapError(str(error.args[0])) from error  # without Ray's own traceback
-        except UnseenError as error:
-            raise SearchError(str(error.args[0])) from error
         except EngineError as error:
             self._restart(handle, f"failed ({error.args[0]})")
             return
         except RayTaskError as error:
+            if isinstance(error.cause, NotFinite | SearchError):
+                raise error.cause from error  # without Ray's own traceback
             # an error in code or settings: another searcher would raise it too
             raise SearchError(f"a searcher failed in `{task.kind}`:\n{error}") from error
         except RayError as error:

@@ -140,16 +140,20 @@ def _number(value: Any, returned: Any) -> float:
 def _load(rollout: str) -> Callable[..., Any]:
     """Return the function, or the method of an instance that is made once."""
     where, _, name = rollout.rpartition(":")
-    if where.endswith(".py"):
-        path = Path(where).resolve()
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+    path = Path(where).resolve()
+    is_file = where.endswith(".py")
+    # last, as for reward functions, so that its files hide no module of Python or of a library
+    sys.path.append(str(path.parent if is_file else Path.cwd()))
+    if is_file:
+        stem = path.stem.replace(".", "_")
+        spec = importlib.util.find_spec(stem)
+        if spec is None or spec.origin != str(path):  # another module has this name
+            spec = importlib.util.spec_from_file_location(f"rollout_{stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     else:
-        sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(where)
     function: Any = getattr(module, name)
     instance: Any = function() if inspect.isclass(function) else None

@@ -45,13 +45,6 @@ Those of a piece of an evaluation, greedy and sampled, have half of it each.
 """
 
 
-class LogpGapError(SearchError):
-    """After a weight update, an engine's log-probs differ too much from the trainer's.
-
-    It ends the run: an engine that loads or caches weights wrongly does so again.
-    """
-
-
 @dataclass(frozen=True)
 class EvaluationSet:
     """Prompts that are evaluated beside the held-out ones, and the task that scores them."""
@@ -180,14 +173,15 @@ class Searcher:
     def load_weights(self, weights: Weights) -> float | None:
         """Load weights into the engine and return its log-prob gap, if there is a probe.
 
-        LogpGapError if the gap is too large. The weights are then loaded nevertheless.
+        SearchError if the gap is too large: an engine that is wrong would be so again. The weights
+        are then loaded nevertheless.
         """
         gap = self.engine.load_weights(weights)
         if gap is None or weights.probe is None:
             return gap
         limit = self.max_logp_gap * weights.probe.rounding
         if not gap <= limit:  # NaN is too large, too
-            raise LogpGapError(
+            raise SearchError(
                 f"engine {self.setup.config.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
                 f" average, more than {limit:.2g}, by engine.max_logp_gap; if it is rounding,"

@@ -53,9 +53,9 @@ MISTAKES = {
     "train Run.steps=5": "steps is run.steps here",
     "train objective.beta=-1 objective=grpo": "greater than or equal to 0",
     "train task.train_size=-5": "task.train_size = -5: Input should be greater than",
-    "train task=gsm8k task.train_size=-5": "task.train_size = -5: Input should be greater than",
+    "train policy.model=bundled:arithmetic task=gsm8k task.train_size=-5": "greater than or equal",
     "train engine.dtype=fp16": "engine.dtype = 'fp16': Input should be 'auto'",
-    "train task=custom task.reward=score.py:f": "task.data is missing",
+    "train policy.model=bundled:arithmetic task=custom task.reward=score.py:f": "task.data is",
     "train task=gsm8k task.data=./nowhere": "policy.model is missing",
     f"train {OWN} task.data=nowhere.jsonl": "No such file or directory: 'nowhere.jsonl'",
     f"train {OWN} task.data=score.py": "its suffix is '.py'",
@@ -175,7 +175,8 @@ def test_mistakes_are_told_without_torch(folder):
     )
     data = [f"train {OWN} {key}" for key in ("task.data", "task.prompt_column", "task.held_out")]
     late = ("eval nowhere task=arithmetic", "train objective.b", "train engine.dtype=fp16", *data)
-    late += ("train --dry-run --gpus",)
+    late += ("train --dry-run --gpus", "train trainer.lr", "train run.epochs", "train Run.steps")
+    late += ("train task.train_size",)
     commands = [command for command in MISTAKES if not command.startswith(late)]
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, input="\n".join(commands), text=True,

@@ -9,19 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from build import config
 from exact import toy_config
 from torch import Tensor
 
 from tba.assemble import run
 from tba.config.schema import load
 from tba.engines._choice import choose
+from tba.engines.transformers import Transformers
 from tba.engines.vllm import check_sampling
 from tba.runs.setup import check
 from tba.runtime import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import SearchStats
 from tba.search.searcher import Searcher
-from tba.types import Sampling, Trajectory, Turn
+from tba.types import NotFinite, Sampling, Trajectory, Turn
 
 LOGITS = torch.tensor([[1.0, -0.5, 0.0, 2.0, 1.5], [0.5, 0.4, -1.0, -torch.inf, 0.3]])
 CASES: dict[str, dict[str, Any]] = {
@@ -47,6 +49,23 @@ def by_hand(logits: Tensor, sampling: Sampling) -> Tensor:
         before += p[token]
     left = torch.tensor([p[token] if token in nucleus else 0.0 for token in range(len(p))])
     return left / left.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_no_token_and_end_the_search(
+    wrong, temperature, tiny_model, tmp_path
+):
+    """They name the version of the weights; no number is used as an index behind the tokens."""
+    sampling = Sampling(1, temperature, 4)
+    tokens, _ = choose(torch.full((2, 5), wrong), torch.ones(2, 3), sampling)
+    assert tokens.min() >= 0 and tokens.max() < 5
+    parts = check(config(tiny_model, tmp_path))
+    engine = Transformers(parts.config.policy, parts.text, "cpu", False, sampling)
+    engine.version = 7
+    engine.model.lm_head.weight.data[3] = wrong
+    with pytest.raises(NotFinite, match="the policy of version 7 gives logits"):
+        engine.generate([np.array([2, 3], np.int32)], sampling, seed=0)
 
 
 @pytest.mark.parametrize("case", CASES)

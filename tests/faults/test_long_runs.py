@@ -16,12 +16,11 @@ from suite import carry_out, cases, forked
 
 from tba.assemble import open_run, run
 from tba.cli import _config
-from tba.engines import EngineError
+from tba.engines import EngineError, SearchError
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
-from tba.search.searcher import LogpGapError
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
@@ -202,7 +201,7 @@ def test_an_engine_that_never_takes_new_weights_is_noticed(case, tiny_model, tmp
     )  # fmt: skip
     with (
         open_run(config(tiny_model, tmp_path / "run", *settings)) as opened,
-        pytest.raises(LogpGapError, match=r"loads or caches weights"),
+        pytest.raises(SearchError, match=r"loads or caches weights"),
     ):
         opened.train()
     steps = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]

@@ -23,7 +23,7 @@ from tba.learn.trainer import _group_metrics
 from tba.models.cache import attention_mask, select
 from tba.objectives import Objective
 from tba.runs.setup import check
-from tba.types import Batch, TokenBatch, collate, collate_tokens
+from tba.types import Batch, StepError, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights
 
 
@@ -191,8 +191,41 @@ class Wrong(Objective):
 def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model, batch, kind, told):
     t = trainer(tiny_model)
     t.setup = replace(t.setup, objective=Plugin(Wrong, {"kind": kind}))
-    with pytest.raises(ValueError, match=f"objective Wrong.*{told}"):
+    with pytest.raises(StepError, match=f"step 1: objective Wrong.*{told}"):
         t.step(batch, 0)
+
+
+@dataclass(frozen=True)
+class Failing(Objective):
+    """Raises an error of its own, or of the device, or gives a metric that is not finite."""
+
+    kind: str
+
+    def __call__(self, logp: torch.Tensor, batch: Batch) -> Any:
+        loss = logp.sum((1, 2))
+        if self.kind == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nAnd more.")
+        return loss[99] if self.kind == "index" else loss, {"mine": loss.detach() / 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("index", r"IndexError: index 99 is out of bounds.* \(.*test_trainer\.py, line \d+\)$"),
+        (
+            "memory",
+            r"2 GiB\.; lower trainer\.token_budget, or set policy\.gradient_ch.* line \d+\)$",
+        ),
+        ("metric", r"mine -?inf, and no weight has changed; lower trainer\.learning_rate"),
+    ],
+)
+def test_a_step_that_fails_changes_no_weight_and_says_where(tiny_model, batch, kind, told):
+    t = trainer(tiny_model)
+    before = parameters(t)
+    t.setup = replace(t.setup, objective=Plugin(Failing, {"kind": kind}))
+    with pytest.raises(StepError, match=rf"^step 3: .*{told}"):
+        t.step(batch, 2)
+    assert all(map(torch.equal, before, parameters(t)))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tba.engines import SharedLock
+from tba.engines import SearchError, SharedLock
 from tba.prompt import Prompt
 from tba.runs.summary import _waiting_share
-from tba.runtime.actor import SearcherActor, UnseenError
+from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
-from tba.search.searcher import LogpGapError, SearchSetup
+from tba.search.searcher import SearchSetup
 from tba.weights import Sent, Weights
 
 SECONDS = 20
@@ -98,7 +98,7 @@ def steps() -> Steps:
 @pytest.fixture
 def actor(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> SearcherActor:
     monkeypatch.setattr("tba.runtime.actor.evaluate_piece", Steps.evaluate)
-    return SearcherActor(Setup(steps), Place("cpu"), False, [], {}, receive, None)
+    return SearcherActor(Setup(steps), Place("cpu"), False, {}, receive, None)
 
 
 @pytest.fixture
@@ -135,13 +135,13 @@ class WrongSteps(Steps):
 
     def load_weights(self, weights: Weights) -> float | None:
         super().load_weights(weights)
-        raise LogpGapError(f"version {weights.version}")
+        raise SearchError(f"version {weights.version}")
 
 
 def test_a_wrong_searcher_returns_nothing_more(threads):
     """Neither a search that began before the weight update, nor one after it."""
     steps = WrongSteps()
-    actor = SearcherActor(Setup(steps), Place("cpu"), False, [], {}, receive, None)
+    actor = SearcherActor(Setup(steps), Place("cpu"), False, {}, receive, None)
     before = search(threads, actor, 0)
     wait(steps.begun[0])
     calls = [threads.submit(actor.publish, weights(3))]
@@ -149,23 +149,23 @@ def test_a_wrong_searcher_returns_nothing_more(threads):
     steps.ended[0].set()
     calls += [before, search(threads, actor, 1), threads.submit(actor.publish, weights(4))]
     for call in calls:
-        with pytest.raises(LogpGapError, match="version 3"):
+        with pytest.raises(SearchError, match="version 3"):
             call.result(SECONDS)
 
 
 def test_a_wrong_searcher_says_so_once_it_has_started():
-    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, [], {}, receive, weights(5))
-    with pytest.raises(LogpGapError, match="version 5"):
+    actor = SearcherActor(Setup(WrongSteps()), Place("cpu"), False, {}, receive, weights(5))
+    with pytest.raises(SearchError, match="version 5"):
         actor.machine()
 
 
 def test_a_machine_that_cannot_see_the_model_is_named(tmp_path):
     """Nothing is loaded, and every call says why."""
     folders = {"policy.model": str(tmp_path / "elsewhere")}
-    actor = SearcherActor(Setup(Steps()), Place("cpu"), False, [], folders, receive, None)
+    actor = SearcherActor(Setup(Steps()), Place("cpu"), False, folders, receive, None)
     match = r"machine .* cannot see policy\.model = .*elsewhere'?: put the folder on a disk"
     for call in (actor.machine, lambda: actor.search([], 0, None, None)):
-        with pytest.raises(UnseenError, match=match):
+        with pytest.raises(SearchError, match=match):
             call()
 
 
