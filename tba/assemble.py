@@ -206,7 +206,7 @@ def _assemble(
     if stored is not None:
         progress, search = checkpoint.restore(stored, trainer, buffer)
         check_step(progress.step, c)
-        stream.seek(search.cursor)
+        stream.seek(search.cursor, others=replay == "drop")
         console.note(f"resumed from {stored.name}")
         progress, search = renewed(
             setup, progress, search, buffer, replay, place.device, console.phase

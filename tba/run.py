@@ -24,6 +24,7 @@ from tba.runtime.deadline import NoAnswerError, search_errors
 from tba.search.chat import shown
 from tba.search.prompts import SearchState
 from tba.streams import Use, generator
+from tba.tasks._source import changed
 from tba.types import Group, NotFinite, StepError, collate
 
 SOUND = (SearchError, NoAnswerError, StepError)
@@ -108,7 +109,7 @@ class Run:
         self.requested: dict[int, tuple[int, float]] = {}
         # held-out score of each version that has been evaluated
         self.scores = checkpoint.read_scores(self.folder)
-        is_other = progress.evaluated not in (None, self.parts.evaluated)
+        is_other = bool(changed(self.parts.sources, log.read_optional(self.folder / log.SOURCES)))
         self.evaluates_others = is_other and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
         if self.out_of_patience:  # the run has ended by it before
@@ -282,6 +283,7 @@ class Run:
             self.keep_config()
             self.save()
             self.checkpoints.wait()
+        write_json(self.folder / log.SOURCES, self.parts.sources)
         record_session(self.folder, self.step, sizes, self.config.nested(), note)
 
     def save(self) -> None:
@@ -293,8 +295,6 @@ class Run:
             rng=self.rng.bit_generator.state,
             counts=self.tracker.counts(),
             pace=[*self.pace.marks],
-            rewards=self.parts.rewards,
-            evaluated=self.parts.evaluated,
         )
         search = self.searchers.state()
         search = replace(search, held=(*self.held, *search.held))

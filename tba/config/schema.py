@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import ceil, inf
@@ -20,12 +20,8 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from tba.config import tables
-from tba.config.errors import (
-    check_docstrings,
-    check_secrets,
-    refuse,
-    together,
-)
+from tba.config.errors import check_docstrings, check_secrets, refuse, together
+from tba.config.rules import rules_of_processes, rules_of_sizes
 from tba.config.tables import PLUGGED, Table, Use
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
@@ -39,10 +35,13 @@ PLACES: dict[str, list[str]] = _OTHERS["places"]
 """Names of settings in other packages, by the place of the same setting here."""
 GONE: dict[str, str] = _OTHERS["gone"]
 """What to use instead of keys and tables of earlier versions."""
+LIMITS = {
+    ("trainer", "warmup_steps"): ("run", "steps", 1),
+    ("eval", "prompts"): ("task", "held_out_size", 0),
+}
+"""Settings of the default config, and what they may not exceed."""
 NONE = "none"
 """Beginning of the place of a setting without counterpart, before the reason if there is one."""
-Rule = tuple[bool, str, str]
-"""Whether a config breaks the rule, a setting, and what that setting needs."""
 
 
 def inner_table(field: FieldInfo) -> type[Table] | None:
@@ -118,7 +117,7 @@ class Config(Tables):
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
         """Raise ValueError for settings that lack what they need of others."""
-        rules = (*self._needs_of_sizes(), *self._needs_of_processes())
+        rules = (*rules_of_sizes(self), *rules_of_processes(self))
         broken = [f"{setting} needs {what}" for is_broken, setting, what in rules if is_broken]
         if broken:
             from tba.config.plugins import resolved
@@ -126,75 +125,6 @@ class Config(Tables):
             refused = partial(refuse, [f"{e}: set that, or change the former" for e in broken])
             together(refused, partial(resolved, self, self.model_fields_set))
         return self
-
-    def _needs_of_sizes(self) -> Iterator[Rule]:
-        e = self.eval
-        t = self.trainer
-        k = t.group_size
-        steps = self.run.steps
-        epochs = self.run.epochs
-        both_lengths = epochs is not None and "steps" in self.run.model_fields_set
-        yield both_lengths, f"run.epochs = {epochs}", "run.steps unset"
-        near = max(k, round(t.batch_size / k) * k)
-        size = f"trainer.batch_size = {t.batch_size}"
-        yield t.batch_size % k > 0, size, f"a multiple of group_size = {k}, such as {near}"
-        samples = {
-            "sampling.samples": self.sampling.samples,
-            "replay.per_prompt": self.replay.per_prompt,
-            "replay.capacity": self.replay.capacity,
-        }
-        for name, number in samples.items():
-            yield number < k, f"trainer.group_size = {k}", f"{name}={k} or more"
-        decay = t.decay(steps)
-        decays = t.schedule == "warmup_stable_decay" and epochs is None
-        both = f"trainer.warmup_steps = {t.warmup_steps} with decay_steps = {decay}"
-        least = t.warmup_steps + decay
-        yield decays and least > steps, both, f"run.steps={least} or more"
-        most = max(e.k, default=1)
-        yield most > e.samples, f"eval.k = {list(e.k)}", f"eval.samples={most} or more"
-        yield e.patience is not None and not e.every, "eval.patience", "eval.every=50 or so"
-        if self.checkpoint.keep_best and e.every:
-            often = {
-                "checkpoint.every": self.checkpoint.every,
-                "runtime.publish_every": self.runtime.publish_every,
-            }
-            for name, every in often.items():
-                fits = every > 0 and e.every % every == 0
-                yield not fits, "checkpoint.keep_best", f"{name}={e.every}, or a divisor of it"
-
-    def _needs_of_processes(self) -> Iterator[Rule]:
-        r = self.runtime
-        t = self.trainer
-        is_local = r.use == "local"
-        count = f"runtime.searchers = {r.searchers}"
-        yield is_local and r.fresh == 0, "runtime.use = local", "runtime.fresh=1 or more"
-        yield is_local and r.searchers not in (0, 1), count, "runtime.use=ray"
-        yield r.searchers == 0 and not is_local, count, "runtime.use=local"
-        yield r.searchers == 0 and not self.replay.rollouts, count, "replay.rollouts=FILE.jsonl"
-        sleeps = r.colocate == "sleep"
-        yield sleeps and not is_local, "runtime.colocate = sleep", "runtime.use=local"
-        is_range = not isinstance(r.searchers, int)
-        yield is_range and r.address is None, "a range of runtime.searchers", "runtime.address"
-        yield is_range and r.lag is not None, "a range of runtime.searchers", "runtime.lag unset"
-        lag = f"runtime.lag = {r.lag}"
-        own_pace = r.fresh not in (None, t.groups)
-        yield r.lag is not None and own_pace, lag, "runtime.fresh unset"
-        yield r.lag is not None and r.publish_every != 1, lag, "runtime.publish_every=1"
-
-        several = t.devices > 1
-        ranks = f"trainer.devices = {t.devices}"
-        yield several and is_local, ranks, "runtime.use=ray"
-        yield several and t.optimizer != "adamw", ranks, "trainer.optimizer=adamw"
-        yield several and t.compile, ranks, "trainer.compile=false"
-        lora = self.policy.lora
-        in_4_bits = lora is not None and lora.load_in_4bit
-        yield in_4_bits and several, "policy.lora.load_in_4bit", "trainer.devices=1"
-        yield in_4_bits and t.compile, "policy.lora.load_in_4bit", "trainer.compile=false"
-        mixed = self.policy.autocast != "bf16"
-        yield t.weights == "bf16" and mixed, "trainer.weights = bf16", "policy.autocast=bf16"
-        whole = f"a group for each, so trainer.batch_size={t.devices * t.group_size} or more"
-        yield several and t.devices > t.groups, ranks, whole
-        yield t.fsdp is not None and not several, "trainer.fsdp", "trainer.devices above 1"
 
     @property
     def asynchronous(self) -> bool:
@@ -250,8 +180,9 @@ class Config(Tables):
             return self
         steps = ceil(self.run.epochs * prompts / self.trainer.groups - 1e-9)
         tables = self.nested()
-        del tables["run"]["epochs"]
-        return Config(**{**tables, "run": {**tables["run"], "steps": steps}})
+        run = self.run.model_copy(update={"steps": steps, "epochs": None})
+        tables["run"] = {"steps": steps, "seed": run.seed}  # without a folder, as before the start
+        return Config(**tables).model_copy(update={"run": run})
 
 
 def load(
@@ -265,8 +196,20 @@ def load(
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
     plain = read_tables({} if path is None else path)
-    config: Config = together(partial(override_all, plain, overrides), lambda: Config(**plain))[1]
+    config: Config = together(
+        partial(_override, plain, overrides, is_default=path == DEFAULT), lambda: Config(**plain)
+    )[1]
     return config
+
+
+def _override(plain: dict[str, Any], overrides: Sequence[str], is_default: bool) -> None:
+    """Apply settings; sizes of the default config fit the steps and rows that are set."""
+    override_all(plain, overrides)
+    given = {setting.partition("=")[0].strip() for setting in overrides}
+    for (table, name), (other, size, less) in LIMITS.items() if is_default else ():
+        most = plain[other].get(size)
+        if f"{table}.{name}" not in given and isinstance(most, int):
+            plain[table][name] = max(0, min(plain[table][name], most - less))
 
 
 def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -382,7 +382,7 @@ class EvalSet(Use):
 
 class EvalTable(Table):
     every: Count = key(50, "evaluate every N steps; 0: only before and after training")
-    prompts: Count = key(128, "number of held-out prompts; 0: no evaluation")
+    prompts: Count = key(128, "number of held-out prompts; default: all, at most 128; 0: none")
     samples: Positive = key(4, "answers to sample per prompt, in addition to the greedy one")
     temperature: Finite = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")

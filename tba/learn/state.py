@@ -223,4 +223,6 @@ def stored_model(folder: Path) -> dict[str, Stored]:
         return {own_name(name): stored for name, stored in stored_in([adapter]).items()}
     if read_json(folder / TRAINER).get("converted"):
         return in_memory(_distinct(load_model(PolicyTable(model=str(folder / MODEL)), "auto")))
-    return stored_in((folder / MODEL).glob("*.safetensors"))
+    index = folder / MODEL / INDEX
+    names = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.is_file() else ()
+    return stored_in([folder / MODEL / name for name in set(names) or {WEIGHTS}])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tba.config.errors import choices
 from tba.config.tables import LoraTable, PolicyTable
+from tba.models import model_path
 from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model, trained
 
@@ -237,7 +238,7 @@ def _settings(policy: PolicyTable, model: Any) -> Any:
         use_rslora=policy.lora.use_rslora,
         task_type="CAUSAL_LM",
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's layers
-        base_model_name_or_path=policy.model,
+        base_model_name_or_path=model_path(policy.model),
     )
 
 

@@ -71,8 +71,6 @@ class Progress:
     rng: Mapping[str, Any]
     counts: Mapping[str, float]  # totals of the summary
     pace: Sequence[Sequence[int]] = ((0, 0),)  # marks of `Pace`
-    rewards: Mapping[str, str] | None = None  # what has decided those in the buffer
-    evaluated: str | None = None  # digest of what is evaluated
 
 
 def beginning(
@@ -349,7 +347,8 @@ def restore(
         reference=read_weights(generation / REFERENCE),
         held=load_groups(generation / HELD),
     )
-    return Progress(**state["progress"]), search
+    known = {n: value for n, value in state["progress"].items() if n in Progress.__annotations__}
+    return Progress(**known), search
 
 
 def check_space(config: Config, folder: Path, trainer: Trainer) -> None:

@@ -139,8 +139,8 @@ def _loads(task: Task) -> bool:
 def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
     """Return whether a prompt is plain text, but could go through a chat template."""
     _, task = setup.task.part(prompt)
-    plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and task.tools is None
-    return plain and setup.text.tokenizer.chat_template is not None
+    plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not task.program
+    return plain and task.tools is None and setup.text.tokenizer.chat_template is not None
 
 
 def _scored(setup: RunSetup, search: SearchSetup, prompts: list[Prompt]) -> list[list[str]]:

@@ -24,6 +24,11 @@ NAME = re.compile(r"\.?step-\d{8,}")
 
 LARGEST = 2**30
 """Most bytes of a JSON file, which is read whole."""
+READ = re.compile(
+    r"(optimizer.*|head|reference|search_weights)\.safetensors|held\.jsonl"
+    r"|model/(adapter_\w+\.(json|safetensors)|model\.safetensors\.index\.json)"
+)
+"""Names of files that are read if they are there."""
 TRIES = 100
 """Attempts to hold a checkpoint before its run has removed it."""
 
@@ -155,7 +160,12 @@ def damage(generation: Path) -> dict[str, str]:
         digests = read_json(generation / MANIFEST)
     except (OSError, ValueError, RecursionError) as error:
         return {MANIFEST: f"cannot be read ({error})"}
-    problems = dict.fromkeys(files.keys() - {MANIFEST} - digests.keys(), "is not listed")
+    others = sorted(files.keys() - {MANIFEST} - digests.keys())
+    is_read = {name: files[name].is_symlink() or bool(READ.fullmatch(name)) for name in others}
+    problems = {name: "is not listed" for name in others if is_read[name]}
+    if left := [name for name in others if not is_read[name]]:
+        text = "%s: %d files are not in its manifest, and not read: %s"
+        log.warning(text, generation.name, len(left), ", ".join(left[:3]))
     for name, digest in digests.items():
         if name not in files:
             problems[name] = "is missing"

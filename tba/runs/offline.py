@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 from pandas import DataFrame
+from transformers import GenerationConfig
 
 from tba.config.plugins import resolve
 from tba.config.schema import Config
@@ -28,13 +29,15 @@ from tba.models.pretrained import computes_in_bf16, load_model, load_text
 from tba.replay.store import FOLDER, PROMPTS, load_groups
 from tba.runs.checkpoint import REFERENCE, choose, chosen
 from tba.runs.checks import check_evaluated, check_export, stored_config
-from tba.runs.generations import step_of
+from tba.runs.generations import MANIFEST, step_of
 from tba.runs.log import (
     METRICS,
     SAMPLES,
+    SESSIONS,
     read,
     read_config,
     read_evaluations,
+    read_warnings,
 )
 from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
@@ -238,28 +241,58 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
     policy = check_export(run, out, adapter)
     name = out.resolve().name
     with chosen(run, step) as generation:
-        if policy.lora is None or adapter:
-            shutil.copytree(generation / MODEL, out, dirs_exist_ok=True)
-        else:
+        whole = policy.lora is not None and not adapter
+        if whole:
             merged(policy, generation / MODEL).save_pretrained(out)
-            load_text(policy).tokenizer.save_pretrained(out)
+        for file in map(generation.joinpath, json.loads((generation / MANIFEST).read_bytes())):
+            if MODEL in file.parts and not (whole and file.name.startswith("adapter_")):
+                target = out / file.relative_to(generation / MODEL)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+        _generate_as_trained(out, read_config(run))
         (out / "README.md").write_text(card(run, step_of(generation), name, adapter), "utf-8")
     for path in out.rglob("*"):  # safetensors writes files for their owner only
         path.chmod(0o755 if path.is_dir() else 0o644)
     return out
 
 
+def _generate_as_trained(out: Path, config: Config) -> None:
+    """Make exported files say how the run wrote chats, sampled responses and ended them."""
+    default = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif +%}}"
+    defaults = [default.format(*item) for item in config.policy.chat_template_kwargs.items()]
+    for file in out.rglob("*.jinja"):
+        file.write_text("".join([*defaults, file.read_text("utf-8")]), "utf-8")
+    changes: dict[str, Any] = {}
+    if (out / "adapter_config.json").is_file() and HUB.fullmatch(
+        base := _model_name(config.policy.model)
+    ):
+        changes["adapter_config.json"] = {"base_model_name_or_path": base}
+    if (out / "config.json").is_file():
+        text = load_text(config.policy.model_copy(update={"model": str(out)}))
+        ends = {"eos_token_id": sorted(text.eos_ids)}
+        changes["config.json"] = ends
+        s = config.sampling
+        sampled = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k}
+        others = {"pad_token_id": text.pad_id, "bos_token_id": text.tokenizer.bos_token_id}
+        GenerationConfig(do_sample=True, **sampled, **ends, **others).save_pretrained(out)
+    for name, values in changes.items():
+        plain = json.loads((out / name).read_text("utf-8")) | values
+        (out / name).write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
+
+
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
     """Return the model card for a step of a run; `name` is where others load the model."""
-    config = read_config(run)
+    sessions = [row for row in read(run / SESSIONS) if row["step"] < step]
+    config = Config(**sessions[-1]["config"]) if sessions else read_config(run)
     model = _model_name(config.policy.model)
     by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
-    before = _texts(by_step.get(0, {}))
+    is_same = not any(name.startswith("evaluated") for name in read_warnings(run))
+    before = _texts(by_step.get(0, {})) if is_same else {}
     metadata = ModelCardData(
         base_model=model if HUB.fullmatch(model) and not Path(model).exists() else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["reinforcement-learning", "trajectory-balance", "tba"],
+        tags=["reinforcement-learning", "tba"],
     )
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
@@ -293,4 +326,4 @@ def _model_name(model: str) -> str:
     if cached := SNAPSHOT.search(model):
         return cached[1].replace("--", "/")
     folder = Path(model).expanduser()
-    return f"./{folder.resolve().name}" if folder.is_dir() else model
+    return f"./{folder.resolve().name}" if folder.is_dir() or folder.is_absolute() else model

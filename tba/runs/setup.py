@@ -5,14 +5,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 
 from tba.config.errors import about, together
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
+from tba.config.tables import EvalSet, EvalTable
 from tba.engines import Engine
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
@@ -32,10 +33,11 @@ from tba.models.template import unread
 from tba.prompt import Prompt
 from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
+from tba.runs.log import CONFIG
 from tba.runs.memory import Machine, Needs, this_machine
 from tba.search.chat import check_stop, encoder, identity
 from tba.search.dialogue import check_tools
-from tba.search.prompts import PromptStream
+from tba.search.prompts import PromptStream, digest_of
 from tba.search.searcher import EvaluationSet, SearchSetup
 from tba.selections import Interleaved
 from tba.strategies import Strategy
@@ -43,7 +45,7 @@ from tba.streams import Use, seed_of
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task, to_send
 from tba.tasks._rendering import Rendering
-from tba.tasks._source import sources_of
+from tba.tasks._source import digest, sources_of
 from tba.types import Sampling
 from tba.weights import Transport
 
@@ -51,6 +53,10 @@ Encoded = tuple[Prompt, np.ndarray]
 """A prompt with its tokens."""
 READ = ("policy", "task", "engine", "sampling", "reward", "eval")
 """Tables of a config that decide its `Data`."""
+EVALUATED = "held-out prompts"
+"""Source of scores alone."""
+PROMPTS = {"training prompts", "tokenizer", "chat template"}
+"""Sources of what the policy reads."""
 log = logging.getLogger(__name__)
 
 
@@ -79,19 +85,10 @@ class RunSetup(Data):
     engine: type[Engine]
     reward_functions: Functions | bytes | None
     """Functions passed from Python, pickled if they run in another process."""
-    rewards: Mapping[str, str]
-    """Digests of what decides rewards, by option."""
+    sources: Mapping[str, str]
+    """Digests of data, tokenizer and rewards, by their names."""
     notes: Sequence[str]
     """What the run tells at its start."""
-
-    @property
-    def evaluated(self) -> str:
-        """Digest of the held-out prompts, and of how they are answered and scored."""
-        e = self.config.eval
-        prompts = [(prompt.id, prompt.text) for prompt in self.held_out]
-        limit = self.config.sampling.max_tokens
-        answered = [prompts, e.samples, e.temperature, e.seed, limit, dict(self.rewards)]
-        return sha256(repr(answered).encode()).hexdigest()
 
     def by_part(self) -> dict[str, list[Prompt]]:
         """Return the training prompts of each part of a mixture; the name of another task is ""."""
@@ -185,6 +182,8 @@ def _setup_of(
     _check_tools(config, data.task, objective, data.prompts[0])
     if not data.held_out:
         check_unevaluated(config)
+    if not (Path(config.run.folder) / CONFIG).is_file():  # else the run keeps what it has
+        _check_rows(config.eval, data)
     return RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
@@ -198,7 +197,7 @@ def _setup_of(
         selection=plugins.selection,
         engine=engine,
         reward_functions=to_send(functions, config),
-        rewards=sources_of(config, functions),
+        sources=_sources(config, functions, data),
         notes=notes,
     )
 
@@ -213,6 +212,33 @@ def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: 
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     lengths = sorted((ids for _, ids in encoded + of_sets), key=len)
     return Data(text, task, prompts, held_out, sets, (lengths[0], lengths[-1]))
+
+
+def _check_rows(e: EvalTable, data: Data) -> None:
+    """Raise ValueError if there are fewer held-out prompts than a config says."""
+    tables: dict[str, tuple[EvalTable | EvalSet, int]] = {"eval": (e, len(data.held_out))}
+    tables |= {f"eval.sets.{n}": (e.sets[n], len(s.prompts)) for n, s in data.sets.items()}
+    for name, (table, count) in tables.items():
+        if "prompts" in table.model_fields_set and count < (table.prompts or 0):
+            raise ValueError(
+                f"{name}.prompts = {table.prompts}, but {count} are held out; set"
+                f" {name}.prompts={count}, or remove it: the default is all, at most 128"
+            )
+
+
+def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
+    """Return digests of what decides samples, their rewards, and the scores of evaluations."""
+    e = config.eval
+    own = data.text.tokenizer
+    vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
+    sets = [digest_of(each) for each in (data.held_out, *(s.prompts for s in data.sets.values()))]
+    answered = [e.samples, e.temperature, e.seed, config.sampling.max_tokens, data.task.pass_reward]
+    return sources_of(config, functions) | {
+        "training prompts": digest_of(data.prompts),
+        EVALUATED: digest([sets, answered]),
+        "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),
+        "chat template": digest(own.chat_template),
+    }
 
 
 def _check_policy(config: Config, here: bool) -> list[str]:

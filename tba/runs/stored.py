@@ -1,28 +1,30 @@
 """Stored samples of a run that is resumed: they are kept, scored again, or dropped."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tba.config.schema import read_json
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.checkpoint import STATE, Progress, newest
+from tba.runs.checkpoint import Progress, newest
 from tba.runs.checks import check_resumed
-from tba.runs.log import CHECKPOINTS, Replay, read_config
-from tba.runs.setup import RunSetup
+from tba.runs.log import CHECKPOINTS, SOURCES, Replay, read_config, read_optional
+from tba.runs.setup import EVALUATED, PROMPTS, RunSetup
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
 from tba.search.scoring import Scoring
 from tba.search.searcher import SearchSetup
 from tba.search.verdicts import Rejected, Verdict, settle_truncated
+from tba.tasks._source import changed
 from tba.types import Group
 
 AT_ONCE = 16
 """Groups that are scored at one time."""
+log = logging.getLogger(__name__)
 ALONE = "runtime.searchers = 0, so that nothing is left to train on; start a new run"
 """Error of an offline run that would have none of its samples left."""
 
@@ -34,12 +36,17 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
-    now = setup.rewards
-    before = read_json(generation / STATE)["progress"].get("rewards") or now
-    changed = ", ".join(sorted(k for k in {*now, *before} if now.get(k) != before.get(k)))
+    before = read_optional(run / SOURCES)
+    if before is None:
+        text = "%s is of an earlier version: changes of its rewards and tokenizer are not noticed"
+        log.warning(text, run)
+    changes = [name for name in changed(setup.sources, before) if name != EVALUATED]
+    names = ", ".join(changes)
     lost = ""
     task = setup.task
-    if task.tools or task.program or setup.config.task.use == "redteam":
+    if PROMPTS & {*changes}:
+        lost = "the stored samples are of other prompts or of another tokenizer"
+    elif task.tools or task.program or setup.config.task.use == "redteam":
         lost = "the environment, the program or the victim of the stored samples is gone"
     elif setup.objective.at(0).value_rollouts is not None:
         lost = "the stored samples have value estimates"
@@ -47,17 +54,16 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
         raise ValueError(f"--rescore: {lost}; use --drop-replay, which starts an empty buffer")
     if replay == "drop" and setup.config.runtime.searchers == 0:
         raise ValueError(ALONE)
-    if replay == "keep" and changed:
+    if replay == "keep" and names:
         again = '--rescore (from Python, replay="rescore") to score the stored samples again, or '
         raise ValueError(
-            f"{changed}: changed since the rewards in the replay buffer were computed; undo that,"
-            f' or add {"" if lost else again}--drop-replay (replay="drop") to start with an empty'
-            " buffer"
+            f"{names}: changed since the samples in the replay buffer were made; undo that, or add"
+            f' {"" if lost else again}--drop-replay (replay="drop") to start with an empty buffer'
         )
     if replay == "keep":
         return generation, ""
     what = "scored again" if replay == "rescore" else "dropped"
-    return generation, f"stored samples {what}" + f" after a change of {changed}" * bool(changed)
+    return generation, f"stored samples {what}" + f" after a change of {names}" * bool(names)
 
 
 def renewed(

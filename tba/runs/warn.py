@@ -69,11 +69,14 @@ class Warnings:
                 " best"
             )
             signs.append((f"evaluated since {step}", text))
-        if not trainer.warmup_steps:
+        if trainer.learning_rate > 1e-2:
+            rate = f"trainer.learning_rate = {trainer.learning_rate:g} is high for AdamW"
+            signs.append(("rate", f"{rate}, and can damage a pretrained model; set 1e-5 or so"))
+        if not trainer.warmup_steps and self._config.run.steps > 1:
             text = (
                 "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
                 f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
-                " pretrained model; set trainer.warmup_steps=20 or more"
+                " pretrained model; set trainer.warmup_steps=20 or so"
             )
             signs.append(("warmup", text))
         return self._new(signs)

@@ -148,11 +148,13 @@ class PromptStream:
             cursor["deaths"] = dict(self._deaths)
         return cursor
 
-    def seek(self, cursor: Cursor) -> None:
+    def seek(self, cursor: Cursor, others: bool = False) -> None:
         """Continue from a cursor: prompts that were outstanding are handed out first.
 
-        ValueError if it belongs to other prompts.
+        If it belongs to other prompts, this is a ValueError, or nothing if there may be `others`.
         """
+        if cursor["data"] != self._data and others:
+            return
         if cursor["data"] != self._data:
             raise ValueError(
                 "the task's training prompts have changed since the run began;"
@@ -169,13 +171,17 @@ class PromptStream:
 
     @cached_property  # a stream that is only checked needs none
     def _data(self) -> str:
-        rows = [(p.id, p.text, p.columns) for p in self._prompts.values()]
-        try:
-            plain = json.dumps(rows, sort_keys=True)
-        except TypeError as error:
-            told = f"the columns of the task's prompts are not plain JSON ({error})"
-            raise ValueError(f"{told}; give them numbers, text, lists and dicts") from error
-        return hashlib.sha256(plain.encode()).hexdigest()
+        return digest_of(self._prompts.values())
+
+
+def digest_of(prompts: Iterable[Prompt]) -> str:
+    """Return the sha256 of prompts with their columns; ValueError if these are not plain JSON."""
+    try:
+        plain = json.dumps([(p.id, p.text, p.columns) for p in prompts], sort_keys=True)
+    except TypeError as error:
+        told = f"the columns of the task's prompts are not plain JSON ({error})"
+        raise ValueError(f"{told}; give them numbers, text, lists and dicts") from error
+    return hashlib.sha256(plain.encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from tba.config.errors import about, masked, printable
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
 from tba.runs.checks import LONGEST_NAME, placed
-from tba.runs.log import CONFIG, METRICS, SUMMARY, Row, read, read_optional, write_json
+from tba.runs.log import CONFIG, METRICS, SOURCES, SUMMARY, Row, read, read_optional, write_json
+from tba.tasks._source import changed
 
 log = logging.getLogger(__name__)
 
@@ -203,8 +204,18 @@ def check_study(study: Study) -> list[Config]:
             with about(_where(study.trials[places[0]])):
                 data = check(configs[places[0]], data=data)
             for place in places:
+                _check_sources(study.path(study.trials[place]), data.sources)
                 configs[place] = configs[place].within_epochs(len(data.prompts))
     return configs
+
+
+def _check_sources(run: Path, sources: Mapping[str, str]) -> None:
+    """Raise ValueError if a run has finished with other data or rewards, or another tokenizer."""
+    if finished(run) and (names := changed(sources, read_optional(run / SOURCES))):
+        raise ValueError(
+            f"{run} has finished, and since then these have changed: {', '.join(names)}; remove"
+            " that folder to run it again, or undo the change"
+        )
 
 
 def _where(trial: Trial) -> str:

@@ -3,6 +3,7 @@
 And problems with a right answer and a format, which are graded alike.
 """
 
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Task
 from tba.tasks._data import Rows
 
+log = logging.getLogger(__name__)
 PLACEHOLDER = re.compile(r'\{\{([^{}"]+)\}\}|\{([^{}"]+)\}')
 """`{{text}}`, which stands for {text} itself, or `{column}`. JSON has quotes, and is neither."""
 NAME = re.compile(r"\w+")
@@ -101,6 +103,7 @@ class Rendering:
             turns.append((fill(self.prompt, row), fill(self.shot_response, row)))
         shown = {question for question, _ in turns}
         prompts = []
+        is_plain = False
         for i, row in enumerate(table):
             with about(f"prompt '{split}-{i}'"):
                 whole = messages_in(row.get(self.prompt[1:-1]))
@@ -110,9 +113,12 @@ class Rendering:
                 if isinstance(question, list) and turns:
                     raise ValueError("task.shots is for prompts that are text; remove it")
                 text = self._text(question, turns)
+                is_plain |= isinstance(question, str)
             names = (*columns, *ARGUMENTS) if columns else row.keys() - {"prompt"}
             kept = [name for name in row if name in names]
             prompts.append(Prompt(f"{split}-{i}", text, {name: row[name] for name in kept}))
+        if prompts and not is_plain and self.chat in (True, "on"):
+            log.warning("task.chat has no effect: the prompts are chat messages already; remove it")
         return prompts
 
     def _text(

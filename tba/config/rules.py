@@ -1,0 +1,91 @@
+"""Rules of settings that contradict each other; each is refused by name, with what to set."""
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tba.config.schema import Config
+
+Rule = tuple[bool, str, str]
+"""Whether a config breaks the rule, a setting, and what that setting needs."""
+
+
+def rules_of_sizes(c: "Config") -> Iterator[Rule]:
+    e = c.eval
+    t = c.trainer
+    k = t.group_size
+    steps = c.run.steps
+    epochs = c.run.epochs
+    both_lengths = epochs is not None and "steps" in c.run.model_fields_set
+    yield both_lengths, f"run.epochs = {epochs}", "run.steps unset"
+    near = max(k, round(t.batch_size / k) * k)
+    size = f"trainer.batch_size = {t.batch_size}"
+    yield t.batch_size % k > 0, size, f"a multiple of group_size = {k}, such as {near}"
+    for name in ("sampling.samples", "replay.per_prompt", "replay.capacity"):
+        yield attrgetter(name)(c) < k, f"trainer.group_size = {k}", f"{name}={k} or more"
+    decay = t.decay(steps)
+    decays = t.schedule == "warmup_stable_decay" and epochs is None
+    both = f"trainer.warmup_steps = {t.warmup_steps} with decay_steps = {decay}"
+    least = t.warmup_steps + decay
+    yield decays and least > steps, both, f"run.steps={least} or more"
+    if not c.run.base:  # a run that has begun keeps what has no effect
+        for name in (
+            "trainer.warmup_steps",
+            "runtime.publish_every",
+            "policy.reset_reference_every",
+        ):
+            number = attrgetter(name)(c)
+            least = number + ("warmup" in name)  # a step after the warm-up
+            late = epochs is None and least > steps
+            yield late, f"{name} = {number}", f"run.steps={least} or more"
+        unused = t.decay_steps > 0 and t.schedule != "warmup_stable_decay"
+        yield unused, "trainer.decay_steps", "trainer.schedule=warmup_stable_decay"
+        rate = f"trainer.learning_rate = {t.learning_rate:g}"
+        yield t.learning_rate >= 1, rate, "a number below 1, such as 1e-5"
+        filled = c.replay.first_fill * c.sampling.samples
+        first = f"replay.first_fill = {c.replay.first_fill}"
+        yield filled > c.replay.capacity, first, f"replay.capacity={filled} or more"
+    most = max(e.k, default=1)
+    yield most > e.samples, f"eval.k = {list(e.k)}", f"eval.samples={most} or more"
+    yield e.patience is not None and not e.every, "eval.patience", "eval.every=50 or so"
+    if c.checkpoint.keep_best and e.every:
+        for name in ("checkpoint.every", "runtime.publish_every"):
+            every = attrgetter(name)(c)
+            fits = every > 0 and e.every % every == 0
+            yield not fits, "checkpoint.keep_best", f"{name}={e.every}, or a divisor of it"
+
+
+def rules_of_processes(c: "Config") -> Iterator[Rule]:
+    r = c.runtime
+    t = c.trainer
+    is_local = r.use == "local"
+    count = f"runtime.searchers = {r.searchers}"
+    yield is_local and r.fresh == 0, "runtime.use = local", "runtime.fresh=1 or more"
+    yield is_local and r.searchers not in (0, 1), count, "runtime.use=ray"
+    yield r.searchers == 0 and not is_local, count, "runtime.use=local"
+    yield r.searchers == 0 and not c.replay.rollouts, count, "replay.rollouts=FILE.jsonl"
+    sleeps = r.colocate == "sleep"
+    yield sleeps and not is_local, "runtime.colocate = sleep", "runtime.use=local"
+    is_range = not isinstance(r.searchers, int)
+    yield is_range and r.address is None, "a range of runtime.searchers", "runtime.address"
+    yield is_range and r.lag is not None, "a range of runtime.searchers", "runtime.lag unset"
+    lag = f"runtime.lag = {r.lag}"
+    own_pace = r.fresh not in (None, t.groups)
+    yield r.lag is not None and own_pace, lag, "runtime.fresh unset"
+    yield r.lag is not None and r.publish_every != 1, lag, "runtime.publish_every=1"
+
+    several = t.devices > 1
+    ranks = f"trainer.devices = {t.devices}"
+    yield several and is_local, ranks, "runtime.use=ray"
+    yield several and t.optimizer != "adamw", ranks, "trainer.optimizer=adamw"
+    yield several and t.compile, ranks, "trainer.compile=false"
+    lora = c.policy.lora
+    in_4_bits = lora is not None and lora.load_in_4bit
+    yield in_4_bits and several, "policy.lora.load_in_4bit", "trainer.devices=1"
+    yield in_4_bits and t.compile, "policy.lora.load_in_4bit", "trainer.compile=false"
+    mixed = c.policy.autocast != "bf16"
+    yield t.weights == "bf16" and mixed, "trainer.weights = bf16", "policy.autocast=bf16"
+    whole = f"a group for each, so trainer.batch_size={t.devices * t.group_size} or more"
+    yield several and t.devices > t.groups, ranks, whole
+    yield t.fsdp is not None and not several, "trainer.fsdp", "trainer.devices above 1"
