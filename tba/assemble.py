@@ -245,5 +245,5 @@ def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Grou
         console.note(described(rollouts, setup.config))
     sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in setup.sets.items())
     console.note(f"{len(setup.prompts):,} training prompts, {len(setup.held_out):,} held out{sets}")
-    for note in setup.notes:
-        console.note(f"note: {note}")
+    for line in [*(f"note: {note}" for note in setup.notes), *setup.endings]:
+        console.note(line)

@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tokenizers
 import torch
 from exact import toy_config
 from suite import alive
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -31,6 +34,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -584,3 +588,32 @@ def counted(counts: list[int], logits: Tensor, ref: Tensor, reward: Tensor) -> t
     of_rows = sampled, ref.log()[index], reward[index[..., 0]], torch.zeros(index.shape)
     batch = Batch(ones.long(), ones.bool(), index, *marks, *of_rows)
     return logits.log_softmax(0)[index], batch
+
+
+SPOKEN = ("The capital is Paris", "any anyway User: Q: caf ... </answer>x ```py }} a b ok")
+"""Text that tokenizers are trained on; what else a text has, they write as bytes."""
+
+
+def train_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Train a tokenizer: "byte level", or "byte fallback" as Llama 2 has it."""
+    special = ["<unk>", "<s>", "</s>", "<think>"]
+    if kind == "byte level":
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    else:
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+        tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+        space = normalizers.Replace(" ", "▁")
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+        trainer = BpeTrainer(special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(SPOKEN * 9, trainer)
+    saved = json.loads(tokenizer.to_str())  # bytes are ordinary tokens
+    saved["added_tokens"] = [t for t in saved["added_tokens"] if "<0x" not in t["content"]]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(saved))
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)

@@ -245,8 +245,8 @@ def _mistakes(
         if name not in known:
             place = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
             listed = f"`tba list {use}` lists all options: {', '.join(known)}"
-            own = choices(name, known, None if "." in use else listed)
-            hint = f": {place}" if place else f"{own}; or remove it"
+            nearest = choices(name, known, None if "." in use else listed)
+            hint = f": {place}" if place else f"{nearest}; or remove it"
             message = f"{table}.{name}: {use!r} has no such option{hint}"
         lines.append(message if name in options else f"{message}: {use!r} needs it")
     return "\n".join(lines)

@@ -158,7 +158,7 @@ class PolicyTable(Table):
         "train low-rank adapters instead of all weights, at a higher trainer.learning_rate such as"
         " 3e-4; needs PEFT (pip install -e '.[lora]')",
     )
-    eos_token: str | None = key(None, "token that ends a response; default: the tokenizer's")
+    eos_token: str | None = key(None, "further token that ends responses, and given texts")
     chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, such as {enable_thinking = false}; docs/tasks.md"
     )

@@ -7,11 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tba.models.decoding import INCOMPLETE, decode
 from tba.models.pretrained import Tokenizer
 from tba.types import Sampling
-
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text of a token that has a part of a character, as tokens of bytes may."""
 
 
 def choose(
@@ -72,21 +70,18 @@ class StopStrings:
 
     def __init__(self, text: Tokenizer, stop: Sequence[str], device: str):
         self.stop = tuple(stop)
-        self._decode = text.tokenizer.decode
+        self._tokenizer = text.tokenizer
         last = {each[-1] for each in stop} | {INCOMPLETE}
         possible = np.zeros(text.vocabulary, bool)
-        self._silent = np.zeros(text.vocabulary, bool)
-        for token in range(min(text.vocabulary, len(text.tokenizer))):
-            # twice: some decoders drop a space at the beginning
-            shown = self._decode([token, token], skip_special_tokens=True)
-            possible[token] = not last.isdisjoint(shown)
-            self._silent[token] = not shown
+        for token in text.tokenizer.get_vocab().values():
+            if token < text.vocabulary:
+                # twice: some decoders drop a space at the beginning
+                possible[token] = not last.isdisjoint(decode(text.tokenizer, [token, token]))
         self.possible = torch.from_numpy(possible).to(device)
         self._reach = 1 + max(len(each.encode()) for each in stop)
 
     def completed(self, tokens: np.ndarray) -> bool:
         """Return whether there is a stop string at the end of a response that had none before."""
-        spoken = tokens[~self._silent[tokens]]
-        tail = spoken[-self._reach :]  # every token has a byte at least
-        text = self._decode(tail.tolist(), skip_special_tokens=True)
+        tail = tokens[-self._reach :]  # every token has a byte at least
+        text = decode(self._tokenizer, tail.tolist())
         return any(each in text for each in self.stop)

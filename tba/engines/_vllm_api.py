@@ -160,6 +160,8 @@ def _parameters(request: Request) -> SamplingParams:
         ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
         stop=list(sampling.stop),
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # rewards see them, too
+        spaces_between_special_tokens=False,
         logprobs=len(scored),  # beside the sampled token
         logprob_token_ids=scored or None,
         flat_logprobs=True,

@@ -1,5 +1,6 @@
 """Loading pretrained models and tokenizers, from a folder, the hub, or this package."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
 from tba.models import model_path, tokens_in
+from tba.models.decoding import before_stop, decode
 from tba.models.template import Roles, arguments_in, render
 from tba.prompt import Answer, Message, Prompt
 
@@ -51,6 +53,8 @@ class Tokenizer:
     vocabulary: int  # tokens that the model has embeddings for
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `policy.chat_template_kwargs`."""
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `eos_ids` by what names them
+    stop_strings: Sequence[str] = ()  # of generation_config.json
 
     def encode(self, prompt: Prompt, checked: Roles = None) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
@@ -104,12 +108,14 @@ class Tokenizer:
         return render(self.tokenizer, messages, {**self.template_kwargs, **own}, checked)
 
     def decode(self, tokens: np.ndarray) -> str:
-        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        """Return a response as text: all of its tokens but the EOS that ends it."""
+        ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_ids
+        return decode(self.tokenizer, tokens[: len(tokens) - ended].tolist())
 
     def prompt(self, tokens: np.ndarray) -> str:
         """Return a prompt for a person to read: with the markers of a chat's turns, without BOS."""
         begun = tokens[:1].tolist() == [self.tokenizer.bos_token_id]
-        return self.tokenizer.decode(tokens[begun:].tolist())
+        return decode(self.tokenizer, tokens[begun:].tolist())
 
     def answer(
         self, tokens: np.ndarray, finished: bool, stop: Sequence[str], version: int = 0
@@ -149,12 +155,6 @@ class Tokenizer:
                 " or raise engine.max_model_len if that is lower than the model's"
             )
         return tokens
-
-
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first stop string in it."""
-    places = [text.find(each) for each in stop if each in text]
-    return text[: min(places, default=len(text))]
 
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
@@ -236,7 +236,9 @@ def load_text(policy: PolicyTable) -> Tokenizer:
             f" could end: {given or tokenizer.eos_token!r} has number {eos}, and it samples from"
             f" {vocabulary} tokens; set policy.eos_token to one of its tokens that ends texts"
         )
-    declared = _declared_eos(model_path(policy.model), config)
+    declared, stop_strings = _declared_ends(model_path(policy.model))
+    named = {"policy.eos_token": given and eos, "tokenizer": tokenizer.eos_token_id} | declared
+    ends = {source: tokens_in(value, vocabulary) for source, value in named.items()}
     template = str(tokenizer.chat_template)
     for name in policy.chat_template_kwargs:
         if name not in template:  # a template ignores what it does not know
@@ -247,11 +249,13 @@ def load_text(policy: PolicyTable) -> Tokenizer:
     return Tokenizer(
         tokenizer=tokenizer,
         eos_id=eos,
-        eos_ids=frozenset({eos, *tokens_in(declared, vocabulary)}),
+        eos_ids=frozenset().union(*ends.values()),
         pad_id=(tokens_in(tokenizer.pad_token_id, vocabulary) or [eos])[0],  # any: it is masked
         context=context(config, tokenizer),
         vocabulary=vocabulary,
         template_kwargs=policy.chat_template_kwargs,
+        ends={source: ids for source, ids in ends.items() if ids},
+        stop_strings=stop_strings,
     )
 
 
@@ -271,18 +275,22 @@ def config_of(path: str, remote_code: bool) -> Any:
     return config
 
 
-def _declared_eos(path: str, config: Any) -> Any:
-    from transformers import GenerationConfig
+def _declared_ends(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the EOS tokens that each config of a model names, and stop strings."""
+    from transformers.utils.hub import cached_file
 
-    declared = config.get_text_config().to_dict().get("eos_token_id")
-    with _explained(path, f"generation_config.json of policy.model = {path!r}"):
-        try:
-            own = GenerationConfig.from_pretrained(path, local_files_only=_offline(path))
-            declared = own.eos_token_id
-        except OSError:
-            if Path(path, "generation_config.json").is_file():
-                raise
-    return declared
+    ends = {}
+    stop: list[str] = []
+    options = {"local_files_only": _offline(path), "_raise_exceptions_for_missing_entries": False}
+    for name in ("config.json", "generation_config.json"):
+        with _explained(path, f"{name} of policy.model = {path!r}"):
+            file = cached_file(path, name, **options)
+            plain: Any = json.loads(Path(file).read_text("utf-8")) if file else {}
+            ends[name] = plain.get(
+                "eos_token_id", (plain.get("text_config") or {}).get("eos_token_id")
+            )
+            stop += [str(each) for each in np.ravel(plain.get("stop_strings")) if each is not None]
+    return ends, stop
 
 
 def sources(path: str, remote_code: bool) -> dict[str, bool]:

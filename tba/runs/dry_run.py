@@ -11,6 +11,7 @@ import numpy as np
 from tba.config.errors import FEW, size
 from tba.config.schema import Config
 from tba.learn.trainer import SingleTrainer
+from tba.models.decoding import decode
 from tba.models.pretrained import computes_in_bf16
 from tba.prompt import Answer, Prompt, passes
 from tba.runs.checkpoint import checkpoint_size
@@ -80,7 +81,7 @@ def dry_run(
     rollouts = setup.config.replay.rollouts
     if rollouts is not None and resume is None:
         lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
-    lines += [_length(setup), *_memory(setup, planned)]
+    lines += [*setup.endings, _length(setup), *_memory(setup, planned)]
     if planned is None:
         # loads the policy, and compares its log-probs at the length of the longest sequence
         trainer = setup.trainer(device_here())
@@ -96,9 +97,9 @@ def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
     """Return a prompt as the policy reads it, special tokens included."""
     _, task = setup.task.part(prompt)
     tokens = encoder(setup.text, task)(prompt)
-    text = setup.text.tokenizer.decode(tokens.tolist())
     of_part = f" of {part}" if part else ""
-    return [f"first prompt{of_part}, {len(tokens)} tokens:", text]
+    shown = decode(setup.text.tokenizer, tokens.tolist())
+    return [f"first prompt{of_part}, {len(tokens)} tokens:", shown]
 
 
 def _held(setup: RunSetup) -> list[str]:

@@ -35,7 +35,7 @@ from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
 from tba.runs.log import CONFIG
 from tba.runs.memory import Machine, Needs, this_machine
-from tba.search.chat import check_stop, encoder, identity
+from tba.search.chat import check_stop, encoder, endings, identity
 from tba.search.dialogue import check_tools
 from tba.search.prompts import PromptStream, digest_of
 from tba.search.searcher import EvaluationSet, SearchSetup
@@ -89,6 +89,13 @@ class RunSetup(Data):
     """Digests of data, tokenizer and rewards, by their names."""
     notes: Sequence[str]
     """What the run tells at its start."""
+
+    @property
+    def endings(self) -> list[str]:
+        """Lines that say where generation ends, and warn where its sources disagree."""
+        held = self.task.tools is not None or self.task.program is not None
+        chats = held or any(not isinstance(prompt.text, str) for prompt in self.prompts)
+        return endings(self.text, chats, self.config.sampling.stop)
 
     def by_part(self) -> dict[str, list[Prompt]]:
         """Return the training prompts of each part of a mixture; the name of another task is ""."""

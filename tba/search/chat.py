@@ -4,15 +4,18 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from tba.config.errors import about
-from tba.models.pretrained import Encode, Tokenizer, before_stop
-from tba.models.template import Roles, normalised, text_of
+from tba.models.decoding import before_stop
+from tba.models.pretrained import Encode, Tokenizer
+from tba.models.template import Roles, limited, normalised, text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import Completion, Trajectory
@@ -136,9 +139,8 @@ class Chat:
         """Return a turn of the policy, or what it adds to a message, and its calls in order."""
         head = begun["content"] if begun else ""
         tokenizer = self.text.tokenizer
-        content = self.text.answer(turn, True, stop).text
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        ended = int(turn[-1]) in self.text.eos_ids  # other special tokens may belong to a call
+        written = self.text.decode(turn)
+        message: dict[str, Any] = {"role": "assistant", "content": before_stop(written, stop)}
         if self._own_form:
             tools = list(self.schemas.values())
             try:
@@ -150,10 +152,10 @@ class Chat:
             before = len((begun or {}).get("tool_calls", ()))
             calls = [_call(each) for each in parsed.get("tool_calls") or ()][before:]
             spoken = (parsed.get("content") or "").removeprefix(head)
-            if ended:  # what reads calls may leave it
+            if int(turn[-1]) in self.text.eos_ids:  # what reads calls may leave it
                 spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
             return {**message, **parsed, "content": before_stop(spoken, stop)}, calls
-        written = head + tokenizer.decode(turn[: len(turn) - ended].tolist())
+        written = head + written
         calls = [_read(each) for each in CALL.findall(written)]
         if calls:
             sound = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
@@ -252,14 +254,54 @@ def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str
 
 
 def check_stop(stops: Sequence[str], text: Tokenizer, key: str = "sampling.stop") -> None:
-    """Raise ValueError for a stop string with a special token, which no decoded text contains."""
-    for stop in stops:
-        special = [token for token in text.tokenizer.all_special_tokens if token in stop]
-        if special:
+    """Raise ValueError for a stop string with EOS, which is not in the text of a response."""
+    names = text.tokenizer.convert_ids_to_tokens(sorted(text.eos_ids))
+    for stop, name in product(stops, names):
+        if name in stop:
             raise ValueError(
-                f"{key} has {stop!r}, but the text of a response has no special tokens;"
-                f" set policy.eos_token={special[0]!r} to end responses with it"
+                f"{key} has {stop!r}, but {name!r} ends every response, and is not in its"
+                " text; remove it from the stop string"
             )
+
+
+def endings(text: Tokenizer, chats: bool, stop: Sequence[str]) -> list[str]:
+    """Return where responses end, as a line, and warnings; a chat template only ends `chats`."""
+    warnings = []
+    others = [source for source, ids in text.ends.items() if text.eos_id not in ids]
+    if others and "policy.eos_token" not in text.ends:
+        told = f"{' and '.join(others)} and the tokenizer name different EOS tokens"
+        warnings.append(f"{told}; set policy.eos_token to the token that ends a turn")
+    if unused := [each for each in text.stop_strings if each not in stop]:
+        told = "generation_config.json has stop strings, which are not used"
+        warnings.append(f"{told}; set sampling.stop={[*stop, *unused]}")
+    written, end = _end_of_turn(text) if chats else ("", None)
+    if written and end not in text.eos_ids and not any(each in written for each in stop):
+        told = f"the chat template ends a turn with {written!r}, where generation does not end"
+        remedy = "sampling.stop=[{!r}]" if end is None else "policy.eos_token={!r}"
+        warnings.append(f"{told}; set {remedy.format(written)}")
+    sources = {**text.ends, "chat template": [end]}
+    tokens = []
+    for token in sorted(text.eos_ids):
+        by = ", ".join(source for source, ids in sources.items() if token in ids)
+        tokens.append(f"{text.tokenizer.convert_ids_to_tokens(token)!r} ({by})")
+    line = f"responses end at {', '.join([*tokens, *map(repr, stop)])}"
+    return [line, *(f"warning: {each}" for each in warnings)]
+
+
+def _end_of_turn(text: Tokenizer) -> tuple[str, int | None]:
+    """Return what ends a turn in the chat template: an EOS or added token, with its id, or text."""
+    chat = [*QUESTION, {"role": "assistant", "content": TURN}]
+    shown = []
+    with suppress(Exception), limited():  # the template is code from outside
+        shown = [text.tokenizer.apply_chat_template(chat, tokenize=False, **text.template_kwargs)]
+    with suppress(ValueError):  # earlier turns may end in another way than the last one
+        shown.append(text.render([*chat, *QUESTION], {}, ()))
+    afters = [each.partition(TURN)[2].partition("?")[0].rstrip() for each in shown]
+    for ids in text.tokenizer([*afters, ""], add_special_tokens=False)["input_ids"]:
+        for end in ids:
+            if end in text.eos_ids or end in text.tokenizer.added_tokens_decoder:
+                return text.tokenizer.convert_ids_to_tokens(end), end
+    return next(filter(None, afters), ""), None
 
 
 def encoder(text: Tokenizer, task: Task) -> Encode:

@@ -115,10 +115,7 @@ class Exchange:
     @cached_property
     def spoken(self) -> str:
         """Text of the reply, with its special tokens but for the one that ends it."""
-        text = self.asked.chat.text
-        ended = int(self.turn.tokens[-1]) in text.eos_ids
-        written = self.turn.tokens[: len(self.turn.tokens) - ended]
-        return str(text.tokenizer.decode(written.tolist()))
+        return self.asked.chat.text.decode(self.turn.tokens)
 
     @property
     def path(self) -> list["Exchange"]:

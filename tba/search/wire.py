@@ -22,7 +22,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,), "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "min_p": (0, 0.0),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": (0,),
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},), "chat_template_kwargs": ({},), "skip_special_tokens": (True,),
+    "logit_bias": ({},), "chat_template_kwargs": ({},), "skip_special_tokens": (False,),
 }  # fmt: skip
 """Parameters with the values that change nothing; others are refused."""
 IGNORED = {

@@ -1,11 +1,13 @@
 """Stop strings: their tokens are found in any tokenizer, and hold wherever answers are read."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
+from build import train_tokenizer
 from exact import toy_config
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -43,7 +45,8 @@ WORDS = ("<eos>", "▁so", "▁", "so", "▁it", "ends", ".")
         (BYTES, "é", (1, 3, 2), None),
         (BYTES, "aé\n", (3, 1, 2, 5), None),
         (BYTES, "aé\n", (3, 3, 1, 2, 4), 5),
-        (BYTES, "\n\n", (6, 4, 0, 4), 4),  # a special token has no text
+        (BYTES, "\n\n", (6, 4, 0, 4), None),  # a special token is text
+        (BYTES, "s>\n", (6, 0, 4), 3),
         (BYTES, "\n\n", (6, 5), 2),
         (BYTES, "a", (6, 5), 2),
         (WORDS, " it", (3, 4, 6), 2),
@@ -60,9 +63,50 @@ def test_the_token_that_completes_a_stop_string(vocabulary, stop, tokens, length
     stops = StopStrings(text, (stop, "none"), "cpu")
     ends = []
     for n in range(1, (length or len(tokens)) + 1):
-        if stops.possible[tokens[n - 1]] and stops.completed(response[:n]):
+        if completes(stops, response[:n]):
             ends.append(n)
     assert ends == ([] if length is None else [length])
+
+
+STOPS: tuple[tuple[str, ...], ...] = (
+    ("\n\n",), ("Pari",), (" any",), ("User:", "\nQ:"), ("é",), ("日本",), ("...",), ("</answer>",),
+    ("```",), ("}",), ("🙂",), (" \n",), ("a b",),
+)  # fmt: skip
+PIECES = (
+    "The capital is Paris", "\n\n", "\n", " ", "any", "anyway", "User:", "Q:", "café", "é", "日",
+    "本", "日本語", ".", "...", "<", "/answer", ">", "`", "```py", "}", "}}", "🙂", "😀", " \n",
+    "a", " b", "龘",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_a_stop_string_is_found_where_the_whole_text_has_it(kind):
+    """For each stop string, 400 texts of tokens that are whole words, characters, or bytes."""
+    tokenizer = train_tokenizer(kind)
+    text = Tokenizer(tokenizer, 2, frozenset({2}), 0, 99, len(tokenizer))
+    stops = [StopStrings(text, stop, "cpu") for stop in STOPS]
+    rng = random.Random(0)
+    ended = 0
+    for _ in range(400):
+        words = rng.choices(PIECES, k=rng.randint(1, 6))
+        parts = words if rng.random() < 0.5 else ["".join(words)]
+        tokens = np.concatenate(
+            [tokenizer(p, add_special_tokens=False)["input_ids"] for p in parts]
+        )
+        texts = [tokenizer.decode(tokens[: n + 1].tolist()) for n in range(len(tokens))]
+        for stop in stops:
+            wanted = (
+                n for n, shown in enumerate(texts) if any(each in shown for each in stop.stop)
+            )
+            found = (n for n in range(len(tokens)) if completes(stop, tokens[: n + 1]))
+            first = next(wanted, None)
+            assert next(found, None) == first
+            ended += first is not None
+    assert ended > 400
+
+
+def completes(stop: StopStrings, tokens: np.ndarray) -> bool:
+    return bool(stop.possible[tokens[-1]]) and stop.completed(tokens)
 
 
 def test_an_answer_is_the_text_before_the_first_stop_string(tiny_model):
@@ -118,10 +162,12 @@ def test_an_empty_stop_string_is_refused(setting):
         load(None, [setting])
 
 
-def test_a_special_token_is_refused_as_a_stop_string(tiny_model, tmp_path):
+def test_eos_is_refused_as_a_stop_string(tiny_model, tmp_path):
+    """Unlike other special tokens, it is in no text."""
     config = toy_config(tiny_model, tmp_path, "sampling.stop=['=<eos>']")
-    with pytest.raises(ValueError, match=r"no special tokens; set policy\.eos_token='<eos>'"):
+    with pytest.raises(ValueError, match=r"'<eos>' ends every response, and is not in its text"):
         check(config)
+    check(toy_config(tiny_model, tmp_path, "sampling.stop=['=<pad>']"))
 
 
 def test_a_resumed_run_keeps_its_stop_strings(tiny_model, tmp_path):

@@ -139,8 +139,15 @@ def test_a_generation_config_that_cannot_be_read_is_told(tiny_model, tmp_path, c
     model = variant(tiny_model, tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     assert refusal(model).startswith("generation_config.json of policy.model = ")
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [-1, 1]}')
-    assert load_text(PolicyTable(model=model)).eos_ids == {1}
+    for plain in ('{"eos_token_id": [-1, 1]}', '{"do_sample": true}'):
+        (tmp_path / "generation_config.json").write_text(plain)
+        assert load_text(PolicyTable(model=model)).eos_ids == {1}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 3]}))
+    assert load_text(PolicyTable(model=model)).eos_ids == {1, 3}  # both configs count
+    del config["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_text(PolicyTable(model=model)).eos_ids == {1}  # and not what a class has by default
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from conftest import EOS, PAD
 from talk import CHARACTERS, SIMPLE, Desk, call
+from transformers import AutoTokenizer
 
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Prompt
-from tba.search.chat import Call, Chat
+from tba.search.chat import Call, Chat, endings
 from tba.tasks.custom import describe
 
 KNOWING = (
@@ -221,3 +222,72 @@ def test_templates_that_cannot_hold_a_dialogue_are_refused(case, chat):
     template, told = WRONG[case]
     with pytest.raises(ValueError, match=told):
         chat(template)  # type: ignore[arg-type]
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}END{% endfor %}"
+ENDS = {
+    "token": TURNS.replace("END", "<end>"),
+    "eos": TURNS.replace("END", "<eos>"),
+    "EOS after it": TURNS.replace("END", "<end>") + "<eos>",
+    "between": TURNS.replace("END", "{% if not loop.last %}<end>{% endif %}"),
+    "last": TURNS.replace("END", "{% if loop.last %}<eos>{% else %}<end>{% endif %}"),
+    "parts": TURNS.replace("m.content", "m.content[0].text").replace("END", "<end>"),
+    "text": TURNS.replace("END", "{% if m.role == 'assistant' %} (end){% endif %}"),
+    "next": TURNS.replace("END", " "),
+    "none": "{{ raise_exception('no chats') }}",
+}
+"""What the chat template writes after a turn."""
+OTHER = "where generation does not end; set "
+WARNED = f"warning: the chat template ends a turn with '<end>', {OTHER}policy.eos_token='<end>'"
+OWN = "'<eos>' (tokenizer, config.json)"
+
+
+@pytest.mark.parametrize(
+    ("template", "generation", "stop", "expected"),
+    [
+        ("token", {}, (), [OWN, WARNED]),
+        ("token", {"eos_token_id": [2, 1, -1]}, (), [
+            "'<eos>' (tokenizer, config.json, generation_config.json),"
+            " '<end>' (generation_config.json, chat template)"
+        ]),
+        ("token", {"eos_token_id": 2}, (), [
+            f"{OWN}, '<end>' (generation_config.json, chat template)",
+            "warning: generation_config.json and the tokenizer name different EOS tokens;"
+            " set policy.eos_token to the token that ends a turn",
+        ]),
+        ("token", {}, ("<end>",), [f"{OWN}, '<end>'"]),
+        ("eos", {"stop_strings": ["###", "Q"]}, ("Q",), [
+            "'<eos>' (tokenizer, config.json, chat template), 'Q'",
+            "warning: generation_config.json has stop strings, which are not used;"
+            " set sampling.stop=['Q', '###']",
+        ]),
+        ("EOS after it", {}, (), [OWN, WARNED]),
+        ("between", {}, (), [OWN, WARNED]),
+        ("last", {}, (), ["'<eos>' (tokenizer, config.json, chat template)"]),
+        ("parts", {}, (), [OWN, WARNED]),
+        ("text", {}, (), [
+            OWN, f"warning: the chat template ends a turn with ' (end)', {OTHER}"
+            "sampling.stop=[' (end)']",
+        ]),
+        ("next", {}, (), [
+            OWN, f"warning: the chat template ends a turn with ' [user]', {OTHER}"
+            "sampling.stop=[' [user]']",
+        ]),
+        ("none", {}, (), [OWN]),
+    ],
+)  # fmt: skip
+def test_where_responses_end_is_said(make_model, template, generation, stop, expected):
+    """And a warning says what to set where tokenizer, configs and chat template disagree."""
+    vocabulary = [PAD, EOS, "<end>", *CHARACTERS, "[", "]", "(", ")"]
+    model = make_model(vocabulary=vocabulary, template=ENDS[template])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    text = load_text(PolicyTable(model=str(model)))
+    first, *warnings = endings(text, True, stop)
+    assert [first.removeprefix("responses end at "), *warnings] == expected
+    assert not any("template" in line for line in endings(text, False, stop))
+    remedied = load_text(PolicyTable(model=str(model), eos_token="<end>"))
+    assert remedied.eos_ids == {1, 2}
+    assert not any("eos_token" in line for line in endings(remedied, True, stop)[1:])
