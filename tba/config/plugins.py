@@ -235,6 +235,7 @@ def _mistakes(
     known: Collection[str],
 ) -> str:  # fmt: skip
     """Return a message with a line for each wrong option, from the errors of pydantic."""
+    errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
     places = [_place(options, error) for error in errors]
     lines = []
     for name in dict.fromkeys(place[0] for place in places):

@@ -35,8 +35,6 @@ CONVENTIONS = {
 """Columns that look as if they decide how a row is shown, as others do in axolotl's data."""
 Roles = Container[str] | None
 """Roles of messages that must be shown whole; None: all."""
-Lost = list[tuple[int, str]]
-"""Places of messages, and their keys."""
 
 
 def decoded(value: Any) -> Any:
@@ -73,19 +71,18 @@ def normalised(message: Any) -> dict[str, Any]:
     """
     full = without_nulls(message) if isinstance(message, Mapping) else {}
     plain = {name: value for name, value in full.items() if value not in ("", [], {})}
-    old = [plain.pop("function_call")] if "function_call" in plain else []  # OpenAI, before tools
+    old = plain.pop("function_call", [])  # of OpenAI's messages before tools
     calls = decoded(plain.pop("tool_calls", old))
     thoughts = next(filter(None, [text_of(plain.pop(name, "")) for name in THOUGHTS]), "")
     content = full.get("content", "" if calls or thoughts else None)
     if not isinstance(content, str | list) or not isinstance(role := plain.get("role"), str):
         told = reprlib.repr(message)
         raise ValueError(f"a message is no table with `role` and `content` as text: {told}")
-    if not isinstance(calls, list):
-        raise ValueError(f"tool_calls = {calls!r} cannot be read: give a list of calls")
     text_of(content)  # raises for images
     plain |= {"role": ROLES.get(role, role), "content": content}
     plain |= {THOUGHTS[0]: thoughts} if thoughts else {}
-    return plain | ({"tool_calls": list(map(_call, calls))} if calls else {})
+    calls = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return plain | ({"tool_calls": calls} if calls else {})
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -96,7 +93,7 @@ def _call(call: Any) -> dict[str, Any]:
                 raise ValueError(f"arguments of a call of {name!r} must be the JSON of a table")
             own = {"id": call["id"]} if "id" in call else {}
             return {"type": "function", **own, "function": {"name": name, "arguments": arguments}}
-    raise ValueError("a call of a tool has no function with `name` and `arguments`")
+    raise ValueError(f"a call of a tool cannot be read, {call!r}: give it a function with a name")
 
 
 def with_names(messages: Sequence[Message]) -> Iterator[Message]:
@@ -164,7 +161,7 @@ def render(
         with about(f"message {place}"):
             chat.append(normalised(message))
     chat = list(with_names(chat))
-    shown: list[tuple[Lost, str]] = []
+    shown: list[tuple[list[tuple[int, str]], str]] = []
     refusals = []
     for form in (dict, _as_parts, _as_text, _as_json):
         try:
@@ -181,14 +178,17 @@ def render(
         role = chat[place]["role"]
         if checked is None or (role in checked and key != "name"):
             told = f"message {place + 1} ({role}): the chat template leaves out its {key}"
-            raise ValueError(f"{told}; write it into a message that is shown, or use another model")
+            raise ValueError(f"{told}; remove it, or write it into a message that is shown")
     return rendered
 
 
 def _lost(
     tokenizer: Any, chat: Sequence[Message], options: Mapping[str, Any], form: Callable[..., Any]
-) -> Lost:
-    """Return what a chat template leaves out, by marks. ValueError for what it shows as code."""
+) -> list[tuple[int, str]]:
+    """Return the places and keys of messages that a chat template leaves out, by marks in them.
+
+    ValueError if it shows a list or a table as code.
+    """
     marks: dict[str, tuple[int, str]] = {}
 
     def marked(value: Any, *place: Any, name: str = "") -> Any:

@@ -222,15 +222,13 @@ def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: 
 
 
 def _check_rows(e: EvalTable, data: Data) -> None:
-    """Raise ValueError if there are fewer held-out prompts than a config says."""
+    """Warn if there are fewer held-out prompts than a config says."""
     tables: dict[str, tuple[EvalTable | EvalSet, int]] = {"eval": (e, len(data.held_out))}
     tables |= {f"eval.sets.{n}": (e.sets[n], len(s.prompts)) for n, s in data.sets.items()}
     for name, (table, count) in tables.items():
         if "prompts" in table.model_fields_set and count < (table.prompts or 0):
-            raise ValueError(
-                f"{name}.prompts = {table.prompts}, but {count} are held out; set"
-                f" {name}.prompts={count}, or remove it: the default is all, at most 128"
-            )
+            text = "%s.prompts = %d, but %d prompts are held out; set %s.prompts=%d, or remove it"
+            log.warning(text, name, table.prompts, count, name, count)
 
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:

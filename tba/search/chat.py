@@ -353,7 +353,7 @@ def _with_calls(message: Message) -> Message:
     calls = [json.dumps(function, ensure_ascii=False) for function in functions]
     written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     content = "\n".join(filter(None, [text_of(message["content"]), *written]))
-    return {"role": message["role"], "content": content}
+    return {**message, "content": content, "tool_calls": []}
 
 
 def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,9 +167,10 @@ def completion(
 def _logprobs(text: Tokenizer, turn: Completion, stop: Sequence[str]) -> list[dict[str, Any]]:
     """Return each token's log-prob at the temperature of the config, and its bytes in the reply.
 
-    Special tokens and what a stop string cuts off have no bytes.
+    EOS and what a stop string cuts off have no bytes.
     """
-    pieces = [_bytes(text, token) for token in turn.tokens.tolist()]
+    ids = turn.tokens.tolist()
+    pieces = [b"" if token in text.eos_ids else _bytes(text, token) for token in ids]
     whole = b"".join(pieces)
     # some tokenizers drop a space at the beginning
     start = max(0, whole.decode(errors="replace").find(text.decode(turn.tokens)))
@@ -177,7 +178,7 @@ def _logprobs(text: Tokenizer, turn: Completion, stop: Sequence[str]) -> list[di
     end = min(ends, default=len(whole))
     content = []
     place = 0
-    for token, logp, piece in zip(turn.tokens.tolist(), turn.logp.tolist(), pieces, strict=True):
+    for token, logp, piece in zip(ids, turn.logp.tolist(), pieces, strict=True):
         shown = piece.decode(errors="replace") or text.tokenizer.decode([token])
         own = whole[max(start, place) : max(start, min(end, place + len(piece)))]
         place += len(piece)

@@ -54,14 +54,6 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(filled, template)
 
 
-def messages_in(value: Any) -> Any:
-    """Return chat messages that are text; another value as it is. ValueError for broken JSON."""
-    read = decoded(value) if isinstance(value, str) and MESSAGES.match(value) else None
-    if isinstance(read, str):
-        raise ValueError("chat messages in a text must be JSON; write them with json.dumps")
-    return read or value
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
     """The options of a task that say how rows become prompts."""
@@ -106,7 +98,11 @@ class Rendering:
         is_plain = False
         for i, row in enumerate(table):
             with about(f"prompt '{split}-{i}'"):
-                whole = messages_in(row.get(self.prompt[1:-1]))
+                whole = row.get(self.prompt[1:-1])
+                if isinstance(whole, str) and MESSAGES.match(whole):
+                    whole = decoded(whole)
+                    if isinstance(whole, str):
+                        raise ValueError("chat messages in a text must be JSON; use json.dumps")
                 question = whole if isinstance(whole, list) else fill(self.prompt, row)
                 if isinstance(question, str) and question in shown:
                     continue

@@ -114,7 +114,7 @@ def test_stored_paths_are_absolute(home, started):
     assert config["policy"]["model"] == str(home / "model")
     assert config["task"]["data"] == str(home / "rows.jsonl")
     assert config["task"]["reward"] == ["base_rewards:length", f"{home / 'more.py'}:half"]
-    assert config["task"]["split"] == "train"
+    assert config["task"]["prompt_column"] == "prompt"
     shown = flat(config)
     assert (shown["policy.model"], shown["run.folder"]) == ("model", "runs/one")
 

@@ -111,9 +111,22 @@ def test_a_row_may_begin_with_calls(chat):
     written = '<tool_call>\n{"name": "double", "arguments": {"n": 4}}\n</tool_call>'
     told = f"[user]?[assistant]{written}<eos>[user]<tool_response>\n8\n</tool_response>[assistant]"
     assert shown(simple, simple.encode(prompt)).endswith(told)
-    others = chat(SIMPLE.replace("in messages", "in messages if m.role != 'assistant'"))
+    prompt = Prompt("a", [{"role": "user", "content": "?"}, {**called, "thinking": "?"}, result])
     with pytest.raises(ValueError, match=r"prompt 'a': message 3 \(assistant\): the chat template"):
-        others.encode(prompt)
+        simple.encode(prompt)
+
+
+def test_what_a_program_says_is_refused_if_the_template_leaves_it_out(text):
+    """What the policy has said may be left out, as by templates that drop its thoughts."""
+    text.tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}[user]{{ m.content }}{% endfor %}[assistant]"
+    )
+    users = Chat(text, {})
+    asked = {"role": "user", "content": "?"}
+    past = [asked, {"role": "assistant", "content": "1", "name": "me"}, asked]
+    assert users.rendered(past) == "[user]?[user]?[assistant]"
+    with pytest.raises(ValueError, match=r"message 1 \(system\): the chat template leaves out"):
+        users.rendered([{"role": "system", "content": "Add."}, *past])
 
 
 def test_the_reply_begins_where_the_turn_has_ended(chat):

@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "calls": (
         [{"role": "assistant", "tool_calls": 5}],
-        "tool_calls = 5 cannot be read: give a list",
+        "message 1: a call of a tool cannot be read, 5: give",
     ),
     "no JSON": (
         [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}],
