@@ -38,7 +38,8 @@ LEFT_OUT = ("replay", "strategy", "selection", "eval", "checkpoint", "log")
 SMALL = {
     "run.steps": 2, "runtime.lag": 0, "runtime.publish_every": 1, "runtime.fresh": None,
     "runtime.searchers": 1, "engine.in_flight": None, "policy.reset_reference_every": 0,
-    "sampling.truncated": "keep", "trainer.schedule": "constant", "trainer.warmup_steps": 0, "trainer.decay_steps": 0,
+    "sampling.truncated": "keep", "trainer.schedule": "constant", "trainer.warmup_steps": 0,
+    "trainer.decay_steps": 0,
     "eval.prompts": 0, "log.console": "off", "log.tensorboard": False, "log.sample_every": 0,
 }  # fmt: skip
 """Settings of the short run; None takes one out. Search and training take turns."""
