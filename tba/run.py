@@ -15,7 +15,7 @@ from tba.runs.console import Console
 from tba.runs.generations import going_on
 from tba.runs.journal import Journal
 from tba.runs.log import is_full, write_json
-from tba.runs.setup import RunSetup
+from tba.runs.setup import TRAINED_ON, RunSetup
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
@@ -109,8 +109,8 @@ class Run:
         self.requested: dict[int, tuple[int, float]] = {}
         # held-out score of each version that has been evaluated
         self.scores = checkpoint.read_scores(self.folder)
-        is_other = bool(changed(self.parts.sources, log.read_optional(self.folder / log.SOURCES)))
-        self.evaluates_others = is_other and bool(self.scores)
+        names = changed(self.parts.sources, log.read_optional(self.folder / log.SOURCES))
+        self.evaluates_others = bool({*names} - {TRAINED_ON}) and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
         if self.out_of_patience:  # the run has ended by it before
             self.patient_since = self.step

@@ -105,6 +105,9 @@ class Sums:
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
         """Fill `grad`, scaled to a norm of at most `limit` together; return the norm before."""
+        weights = list(weights)
+        if not self.parts:
+            return torch.nn.utils.clip_grad_norm_(weights, limit).item()
         own = [weight for weight in weights if weight in self.parts or weight.grad is not None]
         norm = torch.stack([torch.linalg.vector_norm(self._exact(w)) for w in own]).norm()
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Any
 
 BUNDLED = Path(__file__).parent
+ATTENTION = {
+    "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+}  # fmt: skip
+"""Types of layers that keep keys and values. Others, such as "conv", keep a state."""
 
 
 def model_path(name: str, key: str = "policy.model") -> str:
@@ -33,3 +37,21 @@ def tokens_in(value: Any, vocabulary: float) -> list[int]:
     ids = value if isinstance(value, list) else [value]
     numbers = [float(each) for each in ids if re.fullmatch(r"\d+(\.0)?", str(each))]
     return [int(number) for number in numbers if number < vocabulary]
+
+
+def is_causal(config: Any) -> bool:
+    """Return whether a config is a causal LM's with attention alone, or one with its own code."""
+    from transformers.models.auto import modeling_auto as known
+
+    kind = type(config)
+    plain = config.to_dict()
+    classes: Any = known.MODEL_FOR_CAUSAL_LM_MAPPING
+    if "AutoModelForCausalLM" in plain.get("auto_map", {}):
+        return True
+    if kind not in classes or config.is_encoder_decoder:
+        return False
+    encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
+    types = set(plain.get("layer_types") or ())
+    stateful = not types <= ATTENTION if types else classes[kind]._is_stateful
+    larger = config.get_text_config() is not config
+    return not (encoder or stateful or larger)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from tba.config.errors import about, size
 from tba.config.tables import PolicyTable
-from tba.models import model_path, tokens_in
+from tba.models import is_causal, model_path, tokens_in
 from tba.models.decoding import before_stop, decode
 from tba.models.template import Roles, arguments_in, render
 from tba.prompt import Answer, Message, Prompt
@@ -27,10 +27,6 @@ EAGER_TOKENS = 320  # longest prompt and response for eager attention, which kee
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
 """Names of constants that older files have, and of layers that only guess further tokens."""
 
-ATTENTION = {
-    "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
-}  # fmt: skip
-"""Types of layers that keep keys and values. Others, such as "conv", keep a state."""
 LARGEST = {
     "*config.json": 2**22, "*.jinja": 2**20, "*token*.json": 2**26, "vocab.*": 2**26,
     "merges.txt": 2**26, "*.model": 2**26,
@@ -327,7 +323,7 @@ def context(config: Any, tokenizer: Any) -> int:
 def check_kind(policy: PolicyTable) -> None:
     """Raise ValueError unless the model is a causal LM with attention alone, by its config.json."""
     config = load_config(policy)
-    if not _is_causal(config):
+    if not is_causal(config):
         raise ValueError(
             f"policy.model = {policy.model!r} is a {config.model_type!r}, by its config.json: an"
             " encoder, a model with a recurrent state, or a part of a larger model; give a causal"
@@ -348,24 +344,6 @@ def check_model(policy: PolicyTable) -> None:
             " set policy.attention=eager, or remove it"
         )
     check_files(AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code)
-
-
-def _is_causal(config: Any) -> bool:
-    """Return whether a config is a causal LM's with attention alone, or one with its own code."""
-    from transformers.models.auto import modeling_auto as known
-
-    kind = type(config)
-    plain = config.to_dict()
-    classes: Any = known.MODEL_FOR_CAUSAL_LM_MAPPING
-    if "AutoModelForCausalLM" in plain.get("auto_map", {}):
-        return True
-    if kind not in classes or config.is_encoder_decoder:
-        return False
-    encoder = kind in known.MODEL_FOR_MASKED_LM_MAPPING and not plain.get("is_decoder")
-    types = set(plain.get("layer_types") or ())
-    stateful = not types <= ATTENTION if types else classes[kind]._is_stateful
-    larger = config.get_text_config() is not config
-    return not (encoder or stateful or larger)
 
 
 def load_model(

@@ -55,7 +55,8 @@ READ = ("policy", "task", "engine", "sampling", "reward", "eval")
 """Tables of a config that decide its `Data`."""
 EVALUATED = "held-out prompts"
 """Source of scores alone."""
-PROMPTS = {"training prompts", "tokenizer", "chat template"}
+TRAINED_ON = "training prompts"
+PROMPTS = {TRAINED_ON, "tokenizer", "chat template"}
 """Sources of what the policy reads."""
 log = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ def _sources(config: Config, functions: Functions | None, data: Data) -> dict[st
     sets = [digest_of(each) for each in (data.held_out, *(s.prompts for s in data.sets.values()))]
     answered = [e.samples, e.temperature, e.seed, config.sampling.max_tokens, data.task.pass_reward]
     return sources_of(config, functions) | {
-        "training prompts": digest_of(data.prompts),
+        TRAINED_ON: digest_of(data.prompts),
         EVALUATED: digest([sets, answered]),
         "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),
         "chat template": digest(own.chat_template),

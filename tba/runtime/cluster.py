@@ -188,11 +188,7 @@ class Connection:
         self.folder: Path | None = None  # of a private Ray
         # every process finds modules where this one does: Ray would put the current folder first
         job = JobConfig(_client_job=True, _py_driver_sys_path=[*map(str, reversed(sys.path))])
-        options: dict[str, Any] = {
-            "job_config": job,
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-        }
+        options: Any = {"job_config": job, "log_to_driver": False, "logging_level": logging.ERROR}
         start: partial[Any] = partial(ray.init, settings.address, **options)
         if settings.address is None:
             mark = secrets.token_hex(8)

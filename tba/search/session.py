@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tba.models.template import THOUGHTS as THOUGHTS
-from tba.models.template import normalised, text_of, with_names
+from tba.models.template import THOUGHTS, normalised, text_of, with_names
 from tba.prompt import Message
 from tba.search.chat import CALL, Chat
 from tba.search.wire import RefusedError, Request, completion, message_of

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
 from tba.config.tables import Count, NotNegative, Positive, PositiveShare, Texts
+from tba.models.decoding import BYTE, INCOMPLETE
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Message
 from tba.search.chat import Chat
@@ -191,11 +192,11 @@ def _bytes(text: Tokenizer, token: int) -> bytes:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     alone, twice = (text.decode(np.full(n, token)) for n in (1, 2))
-    if "\N{REPLACEMENT CHARACTER}" not in alone:
+    if INCOMPLETE not in alone:
         return twice[len(alone) :].encode()
     name = text.tokenizer.convert_ids_to_tokens(token)
-    if name.startswith("<0x"):
-        return bytes.fromhex(name[3:5])
+    if byte := BYTE.fullmatch(name):
+        return bytes.fromhex(byte[1])
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
     return bytes(byte_of[c] for c in name) if byte_of.keys() >= {*name} else alone.encode()
 
