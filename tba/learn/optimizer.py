@@ -78,9 +78,9 @@ def _divide(exact: Tensor, weight: Tensor) -> Tensor:
 
 
 class Sums:
-    """Sums of gradients over micro-batches, with eight bits more than bf16 for weights in bf16.
+    """Sums of gradients over micro-batches, with eight bits more than bf16, which loses small ones.
 
-    In bf16, a sum loses what is less than 1/256 of it. A hook adds each gradient when it is done.
+    A hook adds the gradient of a weight in bf16 as soon as it is complete.
     """
 
     def __init__(self, weights: Iterable[Tensor]):

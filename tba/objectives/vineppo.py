@@ -61,6 +61,5 @@ class VinePpo(Objective):
         after = next_step.expand_as(batch.mask)
         value = batch.value.masked_fill(~batch.mask, 0.0)
         later = value.gather(-1, after.clamp(max=len(t) - 1))
-        last = batch.reward[..., None].to(value.dtype)  # rounded as the values are
-        next_value = torch.where(after < length, later, last)
+        next_value = torch.where(after < length, later, batch.reward[..., None].to(value.dtype))
         return (next_value - value) * batch.mask

@@ -36,8 +36,6 @@ from tba.types import collate_tokens
 DUMMY = "dummy answer"
 NUMBER = "1"
 """Answer that is tried beside the dummy where none is known to be right."""
-GRADED = 1000
-"""Most rows whose right answers are graded."""
 UNCHECKED = (
     "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
     " that score, sessions, seconds a step"
@@ -193,9 +191,9 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
 
 
 def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
-    """Return a warning if rows have no right answer, or one that a grader of ours never accepts."""
+    """Return a warning if a grader of ours accepts no answer to some of the first 1,000 rows."""
     every = [(prompt, setup.task.part(prompt)[1]) for prompt in (*setup.held_out, *setup.prompts)]
-    rows = [(prompt, task) for prompt, task in every if isinstance(task, Problems)][:GRADED]
+    rows = [(prompt, task) for prompt, task in every if isinstance(task, Problems)][:1000]
     wrong = []
     for prompt, task in rows:
         text = task.right_answer(prompt) or ""

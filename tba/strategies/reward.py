@@ -25,8 +25,9 @@ class Reward:
         drawn = []
         for prompt, times in pick(columns.prompts, groups, rng).items():
             rows = columns.rows(prompt)
-            above = columns.reward[rows] - columns.reward[rows].max()
-            above[passes(columns.reward[rows], columns.reward[rows].max())] = 0
-            chosen = by_weight(above / self.temperature, times, size, rng)
+            reward = columns.reward[rows]
+            best = reward.max()
+            below = np.where(passes(reward, best), 0.0, reward - best)
+            chosen = by_weight(below / self.temperature, times, size, rng)
             drawn.append(np.where(chosen < 0, -1, rows[chosen]))
         return np.concatenate(drawn)

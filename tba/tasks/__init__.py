@@ -257,7 +257,12 @@ def _plain(value: Any) -> Any:
     numpy, PyTorch, JAX and pandas have `tolist`, the arrays of others `__array__` or `__dlpack__`.
     """
     if callable(tolist := getattr(value, "tolist", None)):
-        return tolist()
+        plain = tolist()
+        if str(getattr(value, "dtype", "")).endswith("float32"):  # 0.9, not 0.8999999761581421
+            import numpy as np
+
+            plain = np.float32(plain).astype(str).astype(float).tolist()
+        return plain
     has_array = hasattr(value, "__array__")
     if not has_array and not hasattr(value, "__dlpack__"):
         return value

@@ -73,9 +73,10 @@ class ReasoningGym(Rendering, Task):
             tagged = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
             given = tagged[-1].strip() if tagged else None
         if self.scoring == "own":
+            given = given and given.strip()  # as its authors call it
             unreadable = 0.0
             try:
-                score = self._dataset.score_answer(given and given.strip(), entry)  # as authors do
+                score = float(self._dataset.score_answer(given, entry))
             except Exception:  # untrusted: it cannot read the answer
                 score = unreadable = 1.0
             return Itemized(score - unreadable, {"scorer/unreadable": unreadable}, {})

@@ -69,6 +69,19 @@ TWO: dict[str, Callable[[], Any]] = {
 """Half and two, in everything that means one number for each of two completions."""
 
 
+@pytest.mark.parametrize(
+    "scores",
+    [
+        np.array([0.9, 0.1], np.float32),
+        torch.tensor([[0.9], [0.1]]),
+        list(map(np.float32, (0.9, 0.1))),
+        pandas.Series([0.9, 0.1], dtype="float32"),
+    ],
+)
+def test_numbers_of_float32_are_their_shortest_decimals(scores):
+    assert listed(scores) == [0.9, 0.1]
+
+
 @pytest.mark.parametrize("kind", TWO)
 def test_anything_with_a_number_for_each_completion_is_a_list_of_rewards(kind):
     assert [parse_score(score) for score in listed(TWO[kind]())] == [0.5, 2.0]
