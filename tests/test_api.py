@@ -231,7 +231,7 @@ def test_resuming_with_others_is_refused(trained, case):
     arguments = {"data": ROWS, "reward": length, "held_out_data": EVALUATED} | passed
     before = (trained / CONFIG).read_bytes()
     with pytest.raises(ValueError, match=re.escape(message)):
-        tba.train(tba.load(trained / CONFIG, ["run.steps=3"]), resume=trained, **arguments)
+        tba.train(tba.load(trained / CONFIG, ["run.steps=9"]), resume=trained, **arguments)
     assert (trained / CONFIG).read_bytes() == before
 
 

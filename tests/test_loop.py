@@ -98,7 +98,7 @@ def test_evaluations_of_one_version_are_logged_with_their_own_requests(
         return [replace(second, scores={}), first]
 
     monkeypatch.setattr(LocalSearchers, "evaluations", slow)
-    settings = ("run.steps=4", "eval.every=1", "runtime.publish_every=10")
+    settings = ("run.steps=4", "eval.every=1", "runtime.publish_every=4")
     assert run(config(tiny_model, tmp_path / "run", *settings)).finished
     rows = [r for r in read(tmp_path / "run" / METRICS) if "eval/greedy_pass@1" in r]
     assert [(r["step"], r["requested"]) for r in rows] == [(0, 0), (0, 2), (0, 3), (4, 4)]
@@ -132,13 +132,12 @@ def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
 
 
 def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model, tmp_path):
-    """Moments and the step of the schedule are kept; rate, betas and decay are those given.
-
-    Halfway through a warm-up of 2 steps.
-    """
+    """Moments and the step of the schedule are kept; rate, betas and decay are those given."""
     folder = tmp_path / "run"
-    first = ("run.steps=1", "trainer.learning_rate=0.1", "trainer.warmup_steps=2")
-    run(config(tiny_model, folder, *first))
+    first = ("run.steps=3", "trainer.learning_rate=0.1", "trainer.warmup_steps=2")
+    run(config(tiny_model, folder, *first, "checkpoint.every=1", "checkpoint.keep=3"))
+    for _ in range(2):  # as if killed after the first step
+        shutil.rmtree(checkpoint.newest(folder / "checkpoints"))
     given = ["run.steps=3", "trainer.learning_rate=3e-3", "trainer.betas=[0.5, 0.9]"]
     told = _config([*given, "trainer.weight_decay=0.3"], folder)
     trainer = check(told).trainer("cpu")
@@ -203,7 +202,7 @@ def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model, make_mo
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     folder = tmp_path / "run"
     wrong = {"policy.model=bundled:arithmetic": "another model"}
-    wrong |= {"task.size=299": r"task\.size: changed since the rewards"}
+    wrong |= {"task.size=299": r"task\.size, training prompts: changed since the samples"}
     for setting, told in wrong.items():
         with pytest.raises(ValueError, match=told):
             run(_config([setting, "run.steps=3"], folder), folder)

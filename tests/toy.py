@@ -12,7 +12,7 @@ TEXTS = ("1+", "2=3", "71=")
 
 @dataclass(frozen=True)
 class Toy(Task):
-    """Three prompts under many names, and a smooth function of the answer's text as reward."""
+    """Three prompts under many names; the reward is a smooth function of the answer's digits."""
 
     pass_reward: float | None = None
 
@@ -23,7 +23,8 @@ class Toy(Task):
         return [Prompt("held-out", "4+")]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
-        return [0.3 * a.text.count("1") - 0.2 * len(a.text) + 0.5 * a.finished for a in answers]
+        plain = [(a.text.replace("<pad>", ""), a.finished) for a in answers]
+        return [0.3 * t.count("1") - 0.2 * len(t) + 0.5 * finished for t, finished in plain]
 
 
 @dataclass(frozen=True)

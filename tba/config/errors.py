@@ -162,7 +162,7 @@ def _check(place: str, text: str) -> str:
 
 
 def _read(place: str, text: str) -> str:
-    secret = os.environ.get(variable := text.removeprefix("env:"), "")
+    secret = os.environ.get(variable := _check(place, text).removeprefix("env:"), "")
     if text and not secret:
         raise ValueError(
             f"{place}: the environment variable {variable!r} is not set; export it where tba is"

@@ -119,6 +119,7 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
     text = json.dumps(plain).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
+    assert longest < 2**28, "no rank of this trainer has sent this"
     own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(every, own)

@@ -83,7 +83,7 @@ def test_a_copy_keeps_the_weights_while_training_goes_on(tiny_model, batch, bf16
     assert t.send(version=0).parcel.probe is not None  # before the first step
     t.step(batch, 0)
     expected = pack(t.policy.model, 1, bf16)
-    probe = answer(t.policy, probe_tokens(sequences_of(batch), t.setup.context))
+    probe = answer(t.policy, probe_tokens(sequences_of(batch), t.setup.context), 1)
     copy = t.copy(version=1)
     t.step(batch, 1)
     weights = copy().parcel

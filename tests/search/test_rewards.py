@@ -137,8 +137,8 @@ def test_only_the_last_samples_count():
 
 
 def test_what_cannot_be_scored_is_not_right_however_low_the_bar(tiny_model, tmp_path):
-    """Of the answers -1, 0 and "?", at a bar of -1, the two that have a number are correct."""
-    settings = ("engine=scripted", "engine.answers=['?', '-1', '0']", "eval.k=[4]")
+    """Of the answers 1, 0 and "?", at a bar of -1, the two that have a number are correct."""
+    settings = ("engine=scripted", "engine.answers=['?', '1', '0']", "eval.k=[4]")
     parts = check(config(tiny_model, tmp_path, *settings, "eval.samples=4"))
     searcher = parts.search_setup().build("cpu", False)
     guard = Scoring({"": Scored(each(float), pass_reward=-1.0)})
