@@ -172,6 +172,8 @@ class Config(Tables):
         tables = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         if self.run.epochs is not None:
             del tables["run"]["steps"]
+        if "prompts" not in self.eval.model_fields_set:  # as many as there are
+            del tables["eval"]["prompts"]
         return tables
 
     def within_epochs(self, prompts: int) -> "Config":

@@ -13,7 +13,6 @@ import numpy as np
 from tba.config.errors import about, together
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.schema import Config
-from tba.config.tables import EvalSet, EvalTable
 from tba.engines import Engine
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
@@ -190,8 +189,7 @@ def _setup_of(
     _check_tools(config, data.task, objective, data.prompts[0])
     if not data.held_out:
         check_unevaluated(config)
-    if not (Path(config.run.folder) / CONFIG).is_file():  # else the run keeps what it has
-        _check_rows(config.eval, data)
+    _check_held_out(config, len(data.held_out))
     return RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
@@ -222,14 +220,15 @@ def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: 
     return Data(text, task, prompts, held_out, sets, (lengths[0], lengths[-1]))
 
 
-def _check_rows(e: EvalTable, data: Data) -> None:
-    """Warn if there are fewer held-out prompts than a config says."""
-    tables: dict[str, tuple[EvalTable | EvalSet, int]] = {"eval": (e, len(data.held_out))}
-    tables |= {f"eval.sets.{n}": (e.sets[n], len(s.prompts)) for n, s in data.sets.items()}
-    for name, (table, count) in tables.items():
-        if "prompts" in table.model_fields_set and count < (table.prompts or 0):
-            text = "%s.prompts = %d, but %d prompts are held out; set %s.prompts=%d, or remove it"
-            log.warning(text, name, table.prompts, count, name, count)
+def _check_held_out(config: Config, count: int) -> None:
+    """Raise ValueError if fewer prompts are held out than a config of a new run says."""
+    e = config.eval
+    is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
+    if is_new and "prompts" in e.model_fields_set and e.prompts > count:
+        raise ValueError(
+            f"eval.prompts = {e.prompts}, but {count} prompts are held out: set eval.prompts={count},"
+            " or remove it for all, at most 128"
+        )
 
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:

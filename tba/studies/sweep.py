@@ -15,6 +15,7 @@ from typing import Any
 from tba.child import Child, wait_for_parent
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config
+from tba.config.tables import EvalTable
 from tba.runs.generations import generations, recover
 from tba.runs.log import CHECKPOINTS, CONFIG, flat, locked, open_plain, read_optional
 from tba.runs.stop import Stop
@@ -197,8 +198,9 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
 
 def _differing(stored: Config, config: Config) -> list[str]:
     """Return the settings that differ and change a run, as text."""
-    there = flat(with_defaults(stored).nested())
-    here = flat(with_defaults(config).nested())
+    default = {"eval.prompts": EvalTable().prompts}
+    there = default | flat(with_defaults(stored).nested())
+    here = default | flat(with_defaults(config).nested())
     written = {"run.folder", "run.base"}  # by the run itself
     if here.get("policy.attention") == "auto":
         written.add("policy.attention")

@@ -74,6 +74,12 @@ WRONG = {
     "sampling.truncated=true": "sampling.truncated = True: write keep, reject, or a number",
     "sampling.top_k=-1": "sampling.top_k = -1: Input should be greater than or equal to 0",
     "run.steps": "'run.steps': write `table.key=value`",
+    "trainer.warmup_steps=200": "trainer.warmup_steps = 200 needs run.steps=201 or more",
+    "trainer.decay_steps=5": "trainer.decay_steps needs trainer.schedule=warmup_stable_decay",
+    "trainer.learning_rate=1.0": "trainer.learning_rate = 1 needs a number below 1",
+    "runtime.publish_every=201": "runtime.publish_every = 201 needs run.steps=201 or more",
+    "policy.reset_reference_every=300": "reset_reference_every = 300 needs run.steps=300 or more",
+    "replay.first_fill=5001": "replay.first_fill = 5001 needs replay.capacity=100020 or more",
 }
 
 

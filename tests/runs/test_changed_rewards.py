@@ -206,6 +206,59 @@ def test_the_source_of_a_function_from_python_counts(user, monkeypatch):
     assert judged(module) != before
 
 
+SCORE = "def reward(completions): return [{} for c in completions]\n"
+MAKE = (
+    "def make(k):\n    def score(completions): return [k for c in completions]\n    return score\n"
+)
+CLASS = """
+class Score:
+    def __init__(self, k): self.k = k
+    def __call__(self, completions): return [self.k for c in completions]
+"""
+WRAP = """
+import functools
+def scaled(k):
+    def wrap(f):
+        @functools.wraps(f)
+        def inner(*args): return [k * x for x in f(*args)]
+        return inner
+    return wrap
+"""
+SCRIPTS = {
+    "an indentation": (
+        "def reward(c):\n    for x in c:\n        if x:\n            print()\n        n += 1\n",
+        "        n += 1\n", "            n += 1\n",
+    ),
+    "white space in a text": (SCORE.format("c == 'a b'"), "a b", "ab"),
+    "a helper": ("def h(c): return 1\n" + SCORE.format("h(c)"), "return 1", "return 2"),
+    "a constant": ("K = 1\n" + SCORE.format("K"), "K = 1", "K = 2"),
+    "a pattern": ("import re\nP = re.compile('a')\n" + SCORE.format("P"), "'a'", "'b'"),
+    "a closure": (MAKE + "reward = make(1)", "make(1)", "make(2)"),
+    "a partial": ("from functools import partial\nreward = partial(len, k=1)", "k=1", "k=2"),
+    "an object": (CLASS + "reward = Score(1)", "Score(1)", "Score(2)"),
+    "code of a class": (CLASS + "reward = Score(1)", "[self.k", "[-self.k"),
+    "a method": (CLASS + "reward = Score(1).__call__", "Score(1)", "Score(2)"),
+    "a decorator": (WRAP + "@scaled(1)\n" + SCORE.format("1"), "scaled(1)", "scaled(2)"),
+    "a lambda": ("reward = lambda c: [1]", "[1]", "[2]"),
+    "a builtin": ("reward = len", "len", "sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_what_a_function_of_a_script_does_counts(case):
+    """Also where its source cannot be read."""
+    text, old, new = SCRIPTS[case]
+    assert old in text
+
+    def counted(script: str) -> str:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(script, names)
+        return sources_of(Config(), (names["reward"],))["task.reward"]
+
+    head, _, tail = text.rpartition(old)
+    assert counted(text) == counted(f"# a comment\n\n{text}") != counted(head + new + tail)
+
+
 def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, "task.reward=reward.py:score"))
