@@ -277,9 +277,11 @@ SMALL = (
 
 def config(model: Path, folder: Path, *settings: str) -> Config:
     own = [
-        "run.steps=8", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.prompts=5",
-        "eval.every=3", "eval.samples=2", "eval.k=[2]", "reward.isolate=none", "log.sample_every=2",
+        "run.steps=8", "trainer.learning_rate=1e-2", "task=toy.Ones", "eval.every=3",
+        "eval.samples=2", "eval.k=[2]", "reward.isolate=none", "log.sample_every=2",
     ]  # fmt: skip
+    if not any(setting.startswith("task") for setting in settings):  # others may hold out fewer
+        own.append("eval.prompts=5")
     return load(None, [f"policy.model={model}", f"run.folder={folder}", *SMALL, *own, *settings])
 
 

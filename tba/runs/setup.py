@@ -226,7 +226,7 @@ def _check_held_out(config: Config, count: int) -> None:
     is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
     if is_new and "prompts" in e.model_fields_set and e.prompts > count:
         raise ValueError(
-            f"eval.prompts = {e.prompts}, but {count} prompts are held out: set eval.prompts={count},"
+            f"eval.prompts = {e.prompts}, but {count} prompts are held out: set that number,"
             " or remove it for all, at most 128"
         )
 

@@ -61,7 +61,7 @@ PAPER: dict[str, dict[str, dict[str, Any]]] = {
 }
 """The paper's settings (arXiv 2503.18929), by table."""
 
-OVERRIDDEN = ("model", "held_out_data")
+OVERRIDDEN = ("model", "held_out_data", "prompts")
 SMALL = ("gsm8k_smollm2", "math_small")
 
 
@@ -79,7 +79,7 @@ def fakes(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         rows.append({"question": asked, "problem": asked, "answer": str(2 * i)})
     for split, own in (("train", rows[:24]), ("test", rows[24:])):
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    return [f"policy.model={model}", f"task.data={data}"]
+    return [f"policy.model={model}", f"task.data={data}", "eval.prompts=16"]
 
 
 def settings_of(name: str, fakes: list[str]) -> list[str]:
@@ -104,10 +104,11 @@ def test_a_dry_run_accepts_it(name, fakes, capsys):
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_hub_names_are_the_papers(name):
+def test_hub_names_and_held_out_prompts_are_the_papers(name):
     given = load(EXPERIMENTS / f"{name}.toml")
     assert given.policy.model == PAPER[name]["policy"]["model"]
     assert given.task.options.get("held_out_data") == PAPER[name]["task"].get("held_out_data")
+    assert given.eval.prompts == PAPER[name]["eval"]["prompts"]
 
 
 @pytest.mark.parametrize("name", SMALL)

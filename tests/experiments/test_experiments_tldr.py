@@ -36,7 +36,7 @@ def fakes(letters_model: Path, make_classifier: Callable[..., Path], tmp_path: P
     judge = make_classifier(letters_model)
     return [
         f"policy.model={letters_model}", f"task.data={tmp_path}", f"task.proxy.model={judge}",
-        f"task.gold.model={judge}",
+        f"task.gold.model={judge}", "eval.prompts=4",
     ]  # fmt: skip
 
 
