@@ -90,11 +90,11 @@ def train(
         replay = "rescore" if rescore else "drop"
     config = placed(_config(settings or [], resume))
     if not dry_run:
+        if resume is not None and tell_finished(resume, config):
+            return
         announce(config)
     check_start(config, resume)
     if not dry_run:
-        if resume is not None and tell_finished(resume, config):
-            return
         from tba.assemble import run
 
         run(config, resume, replay)

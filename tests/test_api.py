@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from build import SMALL
 
 import tba
 from tba.assemble import run as carry_out
-from tba.cli import _config
+from tba.cli import _config, main
 from tba.runs.log import CONFIG, METRICS, read
 from tba.runs.offline import Result, evaluate_run, export
 from tba.runs.rollouts import write_rollouts
@@ -180,6 +181,22 @@ def test_a_run_is_resumed_with_the_same_rows(trained):
     )
     assert result.summary.finished
     assert result.metrics()["step"].tolist() == [1, 2, 3]
+
+
+def test_a_finished_run_is_not_continued_but_says_how(trained, capsys, monkeypatch):
+    """Neither its evaluation nor anything else is done again; with more steps, it goes on."""
+    before = {path.name: path.read_bytes() for path in trained.iterdir() if path.is_file()}
+    steps = tba.result(trained).summary.steps
+    for settings in ({}, {"eval": {"samples": 3}}, tba.load(trained)):
+        assert tba.train(settings, resume=trained, reward=length).summary.finished
+    given = ["train", "--resume", str(trained), "task.reward=test_api:length"]
+    monkeypatch.setattr(sys, "argv", ["tba", *given])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    more = f"tba.train({{…}}, resume={str(trained)!r}, reward=…)"
+    told = f"{trained} has finished all of its {steps} steps; for more, type `{more}`"
+    assert capsys.readouterr().out.count(told) == 4
+    assert before == {path.name: path.read_bytes() for path in trained.iterdir() if path.is_file()}
 
 
 def test_a_resumed_run_keeps_what_it_is_not_told_to_change(tiny_model, tmp_path):

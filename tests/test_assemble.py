@@ -8,13 +8,16 @@ import pytest
 from build import config, end_alike, steps
 from torch import Tensor
 
-from tba.assemble import run
+from tba.assemble import open_run, run
 from tba.cli import _config
+from tba.engines import SearchError
 from tba.learn import TrainerLost
 from tba.learn.trainer import SingleTrainer
 from tba.objectives import Loss
 from tba.objectives.tb import TrajectoryBalance
+from tba.runs.generations import generations
 from tba.runs.log import CHECKPOINTS, WARNINGS, read
+from tba.runtime.deadline import ClusterLostError
 from tba.runtime.local import LocalSearchers
 from tba.strategies.recent import Recent
 from tba.types import Batch, NotFinite, StepError
@@ -121,6 +124,21 @@ def test_a_step_that_fails_costs_none_before(failure, tiny_model, tmp_path):
     assert str(raised.value).endswith(f"\nThe run has been saved: {command}")
     again = _config(["objective=tb", "strategy=uniform", *lower.split()], folder)
     assert run(again, folder).steps == 4 and steps(folder) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", [ClusterLostError("Ray is lost"), SearchError("it ended")])
+def test_what_searchers_raise_after_a_stop_is_no_error(error, tiny_model, tmp_path, monkeypatch):
+    """The signal may be for all processes of the job: the run is saved, and ends as usual."""
+    with open_run(config(tiny_model, tmp_path / "run", "eval.prompts=0")) as opened:
+
+        def end(*_: Any, **__: Any) -> None:
+            opened.stop.requested = True
+            raise error
+
+        monkeypatch.setattr(opened.searchers, "publish", end)
+        assert not opened.train().finished
+    assert steps(tmp_path / "run") == [1]
+    assert [g.name for g in generations(tmp_path / "run" / CHECKPOINTS)] == ["step-00000001"]
 
 
 @pytest.mark.parametrize(("every", "first"), [(1, ""), (4, "After `rm -r {}/step-00000003`, ")])

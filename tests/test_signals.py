@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
 import pytest
 
+import tba.runs.stop
 from tba.runs.stop import Stop
 
 SCHEDULED = 4.0
@@ -28,12 +30,17 @@ with Stop() as stop:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_asks(number):
+def test_the_first_asks_also_if_it_comes_twice_at_once(number, monkeypatch):
+    """`timeout` sends it to its child, and then to the group."""
+    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.2)
     before = signal.getsignal(number)
+    again = threading.Timer(0.05, os.kill, [os.getpid(), number])
     with Stop() as stop:
         assert not stop.requested
+        again.start()
         signal.raise_signal(number)
-        assert stop.requested
+        again.join()
+        assert stop.requested and signal.getsignal(number) is signal.SIG_DFL
     assert signal.getsignal(number) is before
 
 

@@ -3,15 +3,18 @@
 import json
 import logging
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import tba
+import tba.config.errors
 from tba.cli import main
 from tba.config.schema import Config
 from tba.engines import RewardError
@@ -185,6 +188,50 @@ def test_mistakes_are_told_without_torch(folder):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("error: ") == len(commands)
+
+
+TOGETHER = {
+    "train trainer.learning_rat=1 run.steps=x runtime.use=local runtime.fresh=0 task.siz=3": (
+        "run.steps = 'x'", "'trainer.learning_rat'; did you mean 'learning_rate'", "task.siz: ",
+        "runtime.use = local needs runtime.fresh=1",
+    ),
+    "train trainer.batch_size=7 eval.k=9 objective.bta=1 objective.beta=x selection=cyclik": (
+        "trainer.batch_size = 7 needs", "eval.k = [9] needs", "objective.bta: ", "objective.beta =",
+        "no selections called 'cyclik'",
+    ),
+    "train learning_rate=1 steps trainer.lr=3 runtime.lag=1 runtime.publish_every=2": (
+        "`trainer.learning_rate=1`", "'steps': write", "unknown key 'trainer.lr'", "runtime.lag =",
+    ),
+    "train --learning_rate 1e-5 --run.steps=5 --batch-size=8": (
+        "no option --learning_rate", "type `run.steps=5`", "no option --batch-size",
+    ),
+    "train task=custom task.reward=x.py:f policy.model=./no strategy.window=0 engine.dtype=fp8": (
+        "no such folder", "task.data is missing", "strategy.window = 0: ", "engine.dtype = ",
+    ),
+}  # fmt: skip
+"""Commands, and a part of each line of their errors, in any order."""
+
+
+@pytest.mark.parametrize("command", TOGETHER)
+def test_all_mistakes_are_told_at_once(command, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    lines = told(command, capsys, monkeypatch).removeprefix("error: ").splitlines()
+    for expected in TOGETHER[command]:
+        assert sum(expected in line for line in lines) == 1, lines
+    assert len(lines) == len(TOGETHER[command])
+
+
+@pytest.mark.parametrize("command", ["train", "list", "report used"])
+def test_python_without_docstrings_is_named(command, folder, capsys, monkeypatch):
+    """On the command line, and from Python."""
+    monkeypatch.chdir(folder)
+    flags = SimpleNamespace(optimize=2)
+    monkeypatch.setattr(tba.config.errors, "sys", SimpleNamespace(flags=flags))
+    said = "Python leaves out docstrings (PYTHONOPTIMIZE=2, or -OO)"
+    err = told(command, capsys, monkeypatch)
+    assert err.startswith(f"error: {said}") and len(err.splitlines()) == 1
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tba.train({"run": {"steps": 1}})
 
 
 ROWS = [{"prompt": f"What is {i} and one?"} for i in range(30)]

@@ -14,6 +14,7 @@ from tba.assemble import run
 from tba.cli import _config
 from tba.runs.generations import damage, generations
 from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runs.stop import TWICE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SCHEDULED = 5.0
@@ -67,7 +68,7 @@ def test_a_second_signal_leaves_at_once(case, tiny_model, tmp_path):
         time.sleep(case.rng.uniform(0, 1))
         for number in case.rng.permutation([signal.SIGTERM, signal.SIGINT])[:2]:
             os.kill(process.pid, int(number))
-            time.sleep(case.rng.uniform(0, 0.02))
+            time.sleep(TWICE + case.rng.uniform(0, 0.02))
         started = time.monotonic()
         process.join(30)
         assert case.noticed(time.monotonic() - started) < SCHEDULED

@@ -1,6 +1,7 @@
 """Models from the hub, as a server on a local port plays it: present, absent, silent, cached."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import threading
@@ -17,11 +18,38 @@ from huggingface_hub import constants
 from transformers import AutoConfig
 
 from tba.config.tables import PolicyTable
-from tba.models import pretrained
-from tba.models.pretrained import check_kind, load_text
+from tba.models import pretrained, tokens_in
+from tba.models.pretrained import check_kind, check_model, load_model, load_text
 from tba.prompt import Prompt
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+IDS = {
+    "config.json": [{"pad_token_id": id} for id in (-1, -100, 14, 10**6)],
+    "generation_config.json": [
+        {"eos_token_id": id} for id in (-1, 99, "<eos>", "", [[1]], {}, True, 1.5, [1, "x", None])
+    ],
+}
+
+
+@pytest.mark.parametrize(("file", "ids"), [(file, ids) for file, all in IDS.items() for ids in all])
+def test_ids_that_are_no_tokens_count_as_none(file, ids, make_model):
+    """Else the embedding at such an index, counted from the end, would not be trained."""
+    folder = make_model()
+    plain = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(plain | ids))
+    policy = PolicyTable(model=str(folder))
+    check_model(policy)
+    text = load_text(policy)
+    assert (text.eos_ids, text.pad_id) == ({1}, 0)
+    padding = load_model(policy, torch.float32).get_input_embeddings().padding_idx
+    assert padding == (None if file == "config.json" else 0)
+
+
+@pytest.mark.parametrize(("value", "tokens"), [(5, [5]), ([1, "2", 3.0], [1, 2, 3]), (None, [])])
+def test_ids_that_are_tokens_are_read_in_any_form(value, tokens):
+    assert tokens_in(value, 14) == tokens
 
 
 @dataclass

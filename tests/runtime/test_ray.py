@@ -48,11 +48,17 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_neither_side_waits_and_the_phases_are_told(tiny_model, tmp_path, sent, capsys):
+def test_neither_side_waits_and_the_phases_are_told(
+    tiny_model, tmp_path, sent, capsys, monkeypatch
+):
     """A search takes far longer than a step: all that the trainer waits would not pay for one.
 
-    The baseline, of two pieces, goes first. Only the user enters the folder of the private Ray.
+    The baseline, of two pieces, goes first. Only the user enters the folder of the private Ray,
+    which has a session of its own. No file of the current folder hides a module of Python.
     """
+    monkeypatch.chdir(tmp_path)
+    for name in ("statistics", "types", "random", "queue", "datasets"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('this is no module of Python')")
     search = 0.6
     slow = (
         "engine=scripted", f"engine.latency={search}", "engine.answers=['1','2','33']",
@@ -63,6 +69,8 @@ def test_neither_side_waits_and_the_phases_are_told(tiny_model, tmp_path, sent, 
         (session,) = HOME.glob(f"tba-*/ray/session_*_{os.getpid()}")
         folder = session.parent.parent
         assert folder.stat().st_mode & 0o777 == 0o700
+        of_ray = [p for p in psutil.Process().children() if p.name() in ("raylet", "gcs_server")]
+        assert os.getsid(0) not in map(os.getsid, [p.pid for p in of_ray]) and len(of_ray) == 2
         run.train()
     assert not folder.exists()
     assert sent[:3] == ["evaluate"] * 2 + ["search"]

@@ -149,6 +149,18 @@ def test_a_judge_computes_in_bf16_where_that_is_faster(make, kind, fast, monkeyp
     assert (1e-5 < gap < 0.1) if fast else gap < 1e-4
 
 
+@pytest.mark.parametrize("pad", [-1, -100, len(VOCABULARY) + 2, 10**6])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_padding_of_the_config_that_is_no_token_counts_as_none(make, kind, pad):
+    folder = make(kind)
+    expected = logits(folder, JOINED)[:, 0]
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": pad}
+    (folder / "config.json").write_text(json.dumps(config))
+    judge = Classifier(str(folder))
+    judge.check()
+    close(judge(PROMPTS, COMPLETIONS), expected)
+
+
 @pytest.mark.parametrize(("pad", "reads_eos"), [(0, True), (1, False), (None, True)])
 def test_a_score_is_read_at_the_last_token_that_is_not_the_configs_padding(make, pad, reads_eos):
     """If that is EOS (1), the score of a text does not depend on whether it ends with EOS."""
