@@ -345,7 +345,7 @@ def test_both_exports_compute_what_the_trainer_does(toy_model, tmp_path, extra):
     from peft import PeftModel
 
     folder = tmp_path / "run"
-    config = small(toy_model, folder, "eval.prompts=8", *extra)
+    config = small(toy_model, folder, "eval.prompts=1", *extra)
     with open_run(config) as opened:
         opened.train()
         batch = collate(opened.buffer.groups()[:1])
