@@ -149,6 +149,7 @@ def test_the_engine_samples_with_the_log_probs_of_the_trainer(autocast, tmp_path
     ended = run_and_keep(load_config(None, [*settings, *own, "trainer.learning_rate=1e-9"]))
     found = ended.buffer.groups()  # without copies, and so of unequal sizes
     drawn = collate([replace(g, trajectories=(t,)) for g in found for t in g.trajectories])
+    assert ended.trainer.policy.device.type == DEVICE
     with torch.no_grad():
         again = ended.trainer.policy.logp(drawn).float().cpu()
     for name, logp in {"sampled": drawn.behavior_logp, "reference": drawn.ref_logp}.items():
@@ -200,6 +201,7 @@ def test_an_asynchronous_run_learns_on_one_gpu(tmp_path):
     greedy = [row["eval/greedy_pass@1"] for row in rows if "eval/greedy_pass@1" in row]
     times = [row["time"] for row in rows if "loss" in row]
     print(f"greedy {greedy}; {times[-1] - times[0]:.1f} s for {len(times)} steps")
+    assert ended.trainer.policy.device.type == DEVICE
     assert conserved(ended.buffer), ended.buffer.counts
     counts = ended.buffer.counts
     assert counts["added"] <= ended.searchers.stats.counts["samples_generated"], counts
