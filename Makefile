@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick test-slow faults test-vllm study study-long bench bench-long check coverage wheel configuration docs links clean
+.PHONY: demo test quick test-slow test-gpu faults test-vllm study study-long bench bench-long check coverage wheel configuration docs links clean
 
 # tba/__init__.py has the version, which an installation records
 $(VENV)/installed: pyproject.toml constraints.txt tba/__init__.py
@@ -19,7 +19,7 @@ demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU an
 	@$(BIN)/tba report runs/demo
 
 # compiled once, not by every process that a test starts
-test quick test-slow faults coverage: export PYTHONDONTWRITEBYTECODE :=
+test quick test-slow test-gpu faults coverage: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/installed  ## run the tests: about 5 minutes on two idle cores
 	@$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST)
@@ -33,6 +33,9 @@ quick: $(VENV)/installed  ## lint, and the tests to run before a commit: less th
 
 test-slow: $(VENV)/installed  ## run the slow tests: faults, and real pretrained models where they are available
 	@$(BIN)/python -m pytest -m "slow or fault" --ignore=tests/faults $(PYTEST)
+
+test-gpu: $(VENV)/installed  ## run the tests that need a GPU: a minute or two; the figures of each are printed
+	@$(BIN)/python -m pytest -m gpu -rP tests/test_gpu.py $(PYTEST)
 
 FAULTS := runs/faults/$(if $(FULL),full,part).jsonl
 # most cases wait rather than compute, but a busy machine misses deadlines

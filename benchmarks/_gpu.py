@@ -23,6 +23,9 @@ from typing import Any
 
 import _measure
 import _ranks
+from _fit import Role, Skipped, fitting, print_plan
+from _profile import write_profile
+from _synthetic import random_groups, step_flops, sums
 
 HERE = Path(__file__).parent
 Part = tuple[str, tuple[str, ...], Callable[[], list[_measure.Row]]]
@@ -45,6 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512,
     },
 }  # fmt: skip
+LONG = ("runtime.use=local", "sampling.max_tokens=256")
+"""Settings of the training steps."""
+ENGINE_BATCH = "engine.batch_size=1024"
 STEPS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "full": (None, ()),
     "LoRA": ("peft", ("policy.lora.r=16", "policy.lora.alpha=32")),
@@ -62,6 +68,9 @@ def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after so long")
+    parser.add_argument("--parts", nargs="+", help="measure parts whose names have one of these")
+    parser.add_argument("--profile", type=Path, help="file of the profile of a first step")
+    parser.add_argument("--plan", nargs="+", type=float, help="only print what fits so many GB")
     options = parser.parse_args()
     missing = [name for name in ("torch", "transformers", "tba") if find_spec(name) is None]
     if missing:
@@ -69,22 +78,23 @@ def main() -> None:
         return
     import torch
 
+    if options.plan:
+        options.device = "cpu"
+        print_plan(Bench(options).planned(), options.plan)
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped all measurements: there is no GPU; tiny models on the CPU try the script")
         options.device = "cpu"
         options.tiny = True
     bench = Bench(options)
-    rows: list[_measure.Row] = []
-    for name, needs, part in bench.parts():
+    for name, needs, part in bench.chosen():
         absent = [module for module in needs if find_spec(module) is None]
         if absent:
             print(f"skipped {name}: cannot import {', '.join(absent)}", flush=True)
         elif bench.seconds() > 60 * options.minutes:
             print(f"skipped {name}: {options.minutes:g} minutes are over", flush=True)
-        else:
-            rows += bench.measured(name, part)
-    if rows:
-        _measure.record("gpu.sh", rows, options)
+        elif rows := bench.measured(name, part):
+            _measure.record("gpu.sh", rows, options, part=True)  # a later part may not end
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,7 @@ class Bench:
     """The parts, and the models that they measure."""
 
     def __init__(self, options: argparse.Namespace):
+        import psutil
         import torch
 
         self.options = options
@@ -116,6 +127,11 @@ class Bench:
         self.peak = next((p for name, p in PEAKS.items() if name in self.card), None)
         if self.peak is None:
             print(f"skipped MFU: the peak of {self.card} is not listed in PEAKS", flush=True)
+        properties = torch.cuda.get_device_properties(0) if cuda else None
+        self.memory = (
+            psutil.virtual_memory().total if properties is None else properties.total_memory
+        )
+        self.needed: float | None = None  # bytes of the part that runs, as calculated
         self.repeats = 5
         self.in_turns: Steps | None = None  # of synchronous training, once it has been measured
         print(f"{self.card}; torch {torch.__version__}", flush=True)
@@ -124,21 +140,49 @@ class Bench:
         return time.perf_counter() - self.started
 
     def parts(self) -> list[Part]:
-        parts: list[Part] = []
-        for shape in self.shapes:
-            parts += [
-                self.step(shape, "full"),
-                self.step(shape, "LoRA"),
-                (f"engine, {shape}", (), lambda s=shape: self.engine(s)),
-                (f"weight update, {shape}", (), lambda s=shape: self.update(s)),
-            ]
+        """Return all parts, the most important ones first."""
         first = self.shapes[0]
-        parts.append((f"vLLM engine, {first}", ("vllm",), lambda: self.vllm(first)))
+        parts = [self.step(shape, "full") for shape in self.shapes]
+        parts += [(f"engine, {s}", (), partial(self.engine, s)) for s in self.shapes]
+        parts += [(f"weight update, {s}", (), partial(self.update, s)) for s in self.shapes]
         parts += [
             (f"synchronous training, {first}", (), lambda: self.synchronous(first)),
             (f"asynchronous training, {first}", ("ray",), lambda: self.asynchronous(first)),
+            (f"vLLM engine, {first}", ("vllm",), lambda: self.vllm(first)),
         ]
-        return [*parts, *_ranks.parts(self), self.step(first, "compiled")]
+        parts += [self.step(shape, "LoRA") for shape in self.shapes]
+        *ranks, largest = _ranks.parts(self)
+        return [*parts, *ranks, self.step(first, "compiled"), largest]
+
+    def chosen(self) -> list[Part]:
+        """Return the parts that were asked for, in the order of the options."""
+        if not self.options.parts:
+            return self.parts()
+        chosen: dict[str, Part] = {}
+        for text in self.options.parts:
+            chosen |= {part[0]: part for part in self.parts() if text in part[0]}
+        return list(chosen.values())
+
+    def planned(self) -> dict[str, tuple[Role, Callable[..., Any]]]:
+        """Return the parts that hold a model on the card, with their configs."""
+        planned: dict[str, tuple[Role, Callable[..., Any]]] = {}
+        for shape in ("0.5B", "1.5B", "7B"):
+            for kind in ("LoRA",) if shape == "7B" else ("full", "LoRA"):
+                settings = (*STEPS[kind][1], *LONG)
+                name = f"{kind} training step, {shape}"
+                planned[name] = "step", partial(self.config, shape, *settings)
+        for use in ("local", "ray"):
+            settings = (f"runtime.use={use}", ENGINE_BATCH)
+            name = f"training with runtime.use={use}, 0.5B"
+            planned[name] = "run", partial(self.config, "0.5B", *settings)
+        return planned
+
+    def fitted(self, shape: str, role: Role, *settings: str) -> Any:
+        """Return the config that fits this card; raise Skipped if none does."""
+        fit = fitting(partial(self.config, shape, *settings), role, self.memory)
+        self.needed = fit.needed
+        print(f"  {fit}", flush=True)
+        return fit.config
 
     def step(self, shape: str, kind: str) -> Part:
         """Return the part that measures such training steps."""
@@ -152,9 +196,12 @@ class Bench:
 
         print(f"{name} ...", flush=True)
         started = time.perf_counter()
+        self.needed = None
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         try:
             rows = part()
-        except _ranks.Skipped as reason:
+        except Skipped as reason:
             print(f"skipped {name}: {reason}", flush=True)
             return []
         except Exception as error:  # memory, a driver, an API: the next part may still work
@@ -163,8 +210,18 @@ class Bench:
         finally:
             if self.device == "cuda":
                 torch.cuda.empty_cache()
-        print(f"  {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"  {time.perf_counter() - started:.0f} s{self.peaks()}", flush=True)
         return rows
+
+    def peaks(self) -> str:
+        """Return the calculated memory of a part beside the measured peak of this process."""
+        import torch
+
+        if self.needed is None or self.device != "cuda":
+            return ""
+        peak = torch.cuda.max_memory_allocated()
+        ratio = f"{peak / self.needed:.2f} of the calculated {self.needed / 1e9:.1f}"
+        return f"; peak memory {peak / 1e9:.1f} GB, {ratio}"
 
     def model(self, shape: str) -> Path:
         """Save a model of this shape with random weights, once, and return its folder."""
@@ -182,9 +239,11 @@ class Bench:
             bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
-        with torch.device(self.device):
-            model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(path)
+        if self.options.plan:
+            config.save_pretrained(path)
+        else:
+            with torch.device(self.device):
+                Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
         tokenizer.save_pretrained(path)
         file = path / "tokenizer.json"  # with a token for each id; Qwen2's tokenizer adds the last
         plain = json.loads(file.read_text())
@@ -208,7 +267,7 @@ class Bench:
                 f"run.folder={self.folder / f'run-{time.monotonic_ns()}'}",
                 f"sampling.samples={k}", f"sampling.max_tokens={16 if self.tiny else 128}",
                 f"trainer.batch_size={4 * k if self.tiny else 8 * k}", f"trainer.group_size={k}",
-                "trainer.token_budget=65536", "policy.autocast=bf16", "eval.prompts=0",
+                "policy.autocast=bf16", "eval.prompts=0",
                 "checkpoint.every=0", "log.console=off", "log.tensorboard=false",
                 "log.sample_every=0", "run.steps=100000", *settings,
             ],
@@ -221,19 +280,24 @@ class Bench:
         from tba.runs.setup import check
         from tba.types import collate
 
-        parts = check(self.config(shape, *STEPS[kind][1]))
+        longest = () if self.tiny else LONG
+        parts = check(self.fitted(shape, "step", *STEPS[kind][1], *longest))
         trainer = parts.trainer(self.device)
         prompt, answer = (16, 16) if self.tiny else (128, 256)
         batch = collate(random_groups(8, 16 if not self.tiny else 4, prompt, answer))
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         steps = iter(range(100))
         seconds = _measure.alternate(
             {"step": lambda: trainer.step(batch, next(steps))}, self.repeats, warmup=2
         )["step"]
+        if self.options.profile and kind == "full" and shape == self.shapes[0]:
+            step = partial(trainer.step, batch, 99)
+            write_profile(self.options.profile, step, f"{kind} training step, {shape}")
         tokens = batch.mask.numel()
         what = f"{kind} training step, Qwen2.5-{shape} shape on {self.card}"
         note = f"{len(batch)} x {batch.samples} x {answer} tokens, prompts of {prompt}"
+        budget = parts.config.trainer.token_budget
+        again = ", with recomputation" if parts.config.policy.gradient_checkpointing else ""
+        note += f"; {budget} tokens a pass{again}"
         rows = [_measure.row(what, [tokens / s for s in seconds], "answer tokens/s", note=note)]
         if self.peak is not None and kind != "LoRA":
             flops = step_flops(trainer.policy.model, batch)
@@ -241,7 +305,9 @@ class Bench:
             rows.append(_measure.row(f"{what}: MFU, attention not counted", shares, "of the peak"))
         if self.device == "cuda":
             peak = torch.cuda.max_memory_allocated() / 1e9
-            rows.append(_measure.row(f"{what}: peak memory", peak, "GB"))
+            needed = (self.needed or 0.0) / 1e9
+            name = f"{what}: peak memory"
+            rows.append(_measure.row(name, peak, "GB", needed, peer_is="calculated"))
         return rows
 
     def engine(self, shape: str) -> list[_measure.Row]:
@@ -293,7 +359,7 @@ class Bench:
         from tba.models.pretrained import load_text
         from tba.runs.setup import check
 
-        parts = check(self.config(shape))
+        parts = check(self.fitted(shape, "run"))
         trainer = parts.trainer(self.device)
         sampling = parts.search_setup().sampling
         policy = PolicyTable(model=str(self.model(shape)))
@@ -349,13 +415,15 @@ class Bench:
         marks: list[float] = []
         generated: list[int] = []
         # without a limit, an asynchronous trainer never waits
-        settings = (f"runtime.use={use}", "runtime.max_reuse=inf", f"engine.batch_size={1024}")
-        with open_run(self.config(shape, *settings)) as opened:
+        settings = (f"runtime.use={use}", "runtime.max_reuse=inf", ENGINE_BATCH)
+        with open_run(self.fitted(shape, "run", *settings)) as opened:
 
             def recorded(metrics: dict[str, float], groups: list[Any]) -> None:
                 marks.append(time.perf_counter())
                 generated.append(opened.searchers.stats.counts["samples_generated"])
-                if len(marks) == 3 + 2 * self.repeats or self.seconds() > 600:
+                if len(marks) == 3 + self.repeats or self.seconds() > 60 * (
+                    self.options.minutes + 1
+                ):
                     opened.stop.requested = True
 
             opened.log = recorded
@@ -363,46 +431,10 @@ class Bench:
                 train(opened)
         seconds = [b - a for a, b in pairwise(marks[2:])]
         if not seconds:
-            raise _ranks.Skipped("too few steps before the time was over")
+            raise Skipped("too few steps before the time was over")
         print(f"  median step: {median(seconds):.3f} s")
         each = (generated[-1] - generated[2]) / len(seconds)
         return Steps(seconds, opened.config.trainer.batch_size, each)
-
-
-def sums(count: int, length: int) -> list[dict[str, str]]:
-    """Return rows whose prompts have about so many characters, which are tokens."""
-    rows = []
-    for i in range(count):
-        text = f"{100 + i % 900}+{100 + 7 * i % 900}=" * (1 + length // 8)
-        rows.append({"prompt": f"{i}+{text}"[: length - 1] + "=", "answer": str(i % 10)})
-    return rows
-
-
-def random_groups(groups: int, samples: int, prompt: int, answer: int) -> list[Any]:
-    import numpy as np
-
-    from tba.prompt import Prompt
-    from tba.types import Group, Trajectory
-
-    rng = np.random.default_rng(0)
-    made = []
-    for g in range(groups):
-        trajectories = []
-        for _ in range(samples):
-            tokens = rng.integers(3, 15, answer).astype(np.int32)
-            logp = np.full(answer, -2.5, np.float32)
-            trajectories.append(Trajectory(tokens, logp, logp, float(rng.random()), 0, False))
-        ids = rng.integers(3, 15, prompt).astype(np.int32)
-        made.append(Group(Prompt(str(g), str(g)), ids, tuple(trajectories)))
-    return made
-
-
-def step_flops(model: Any, batch: Any) -> float:
-    """Return 6 x parameters x tokens: the prompt once for a group, the head for answers alone."""
-    head = model.get_output_embeddings().weight.numel()
-    body = sum(p.numel() for p in model.parameters()) - head  # tied: the embedding costs nothing
-    answers = batch.mask.numel()
-    return 6.0 * (body * (answers + batch.prompt_mask.numel()) + head * answers)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import _measure
+from _fit import Skipped
 
 if TYPE_CHECKING:
     from _gpu import Bench, Part
@@ -17,10 +18,6 @@ SCRIPTED = (
     "engine.own_reference=true", "trainer.devices=",
 )  # fmt: skip
 """Settings of a run whose searchers need no device. The last one is completed."""
-
-
-class Skipped(Exception):
-    """A part that this machine cannot run, and why."""
 
 
 def parts(bench: Bench) -> list[Part]:
@@ -35,7 +32,7 @@ def parts(bench: Bench) -> list[Part]:
 
 
 def batch_of(bench: Bench) -> Any:
-    from _gpu import random_groups
+    from _synthetic import random_groups
 
     from tba.types import collate
 
@@ -49,7 +46,8 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
 
     from tba.runs.setup import check
 
-    parts = check(bench.config(shape)).trainer_setup()
+    own = ("runtime.use=local", f"sampling.max_tokens={16 if bench.tiny else 256}")
+    parts = check(bench.fitted(shape, "step", *own)).trainer_setup()
     batch = batch_of(bench)
     on_gpu = bench.device != "cpu"
     with socket.socket() as free:
@@ -124,11 +122,6 @@ def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
 
 def large(bench: Bench) -> list[_measure.Row]:
     """Measure a LoRA step of a model with the shape of Qwen2.5-7B."""
-    import torch
-
     if bench.device == "cpu":
-        raise Skipped("it needs a GPU of 40 GB")
-    memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-    if memory < 40:
-        raise Skipped(f"it needs a GPU of 40 GB, and this one has {memory:.0f}")
+        raise Skipped("it needs a GPU")
     return bench.training("7B", "LoRA")

@@ -564,7 +564,7 @@ def rewards_reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
     return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
 
 
-def setup_of(model: Path, *settings: str) -> RunSetup:
+def setup_of(model: Path | str, *settings: str) -> RunSetup:
     own = [f"policy.model={model}", "task=toy.Ones", "sampling.max_tokens=6"]
     own += ["trainer.learning_rate=1e-2", "trainer.batch_size=12", "trainer.group_size=4"]
     return check(load(None, [*own, *settings]))

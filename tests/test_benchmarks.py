@@ -61,7 +61,7 @@ def test_the_models_of_gpu_sh_have_a_token_for_each_id(measure, monkeypatch, tmp
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gpu = importlib.import_module("_gpu")
-    bench = gpu.Bench(argparse.Namespace(device="cpu", tiny=True))
+    bench = gpu.Bench(argparse.Namespace(device="cpu", tiny=True, plan=None))
     text = load_text(PolicyTable(model=str(bench.model("tiny"))))
     assert len(text.tokenizer) == gpu.SHAPES["tiny"]["vocab_size"] == 512
     assert text.decode(np.array([3, 14, 510])) == "1<14><510>"
