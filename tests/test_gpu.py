@@ -53,8 +53,8 @@ pytestmark = [
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has waits and memory of its own")
 EXACT = {"logp": 1e-3, "mean logp": 1e-4, "loss": 1e-3, "gradient": 3e-3, "norm": 1e-3}
 """Largest differences in fp32: of log-probs in nats, and relative ones."""
-ROUNDED = {"logp": 2.0, "mean logp": 0.2, "loss": 0.2, "gradient": 0.6, "norm": 0.3}
-"""The same in bf16, where rounding is in another order; responses are random and unlikely."""
+ROUNDED = {"logp": 2.0, "mean logp": 0.05, "loss": 0.1, "gradient": 0.5, "norm": 0.25}
+"""The same of bf16 beside fp32, for random and unlikely responses."""
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
@@ -90,7 +90,10 @@ def batch() -> Batch:
     return replace(drawn, behavior_logp=near(), ref_logp=near(), value=value)
 
 
-def stepped(own: SingleTrainer) -> tuple[Tensor, dict[str, float], Tensor]:
+Stepped = tuple[Tensor, dict[str, float], Tensor]
+
+
+def stepped(own: SingleTrainer) -> Stepped:
     """Return log-probs, the metrics of a step, and its gradient."""
     with torch.no_grad():
         logp = own.policy.logp(batch()).float().cpu()
@@ -99,13 +102,13 @@ def stepped(own: SingleTrainer) -> tuple[Tensor, dict[str, float], Tensor]:
     return logp, metrics, torch.cat([slope.float().cpu().flatten() for slope in slopes])
 
 
-def compare(on_cpu: SingleTrainer, own: SingleTrainer, limits: dict[str, float]) -> None:
-    """Print all differences, and fail with those above their limits."""
-    logp, metrics, gradient = stepped(on_cpu)
-    found, measured, slope = stepped(own)
+def apart(expected: Stepped, found: Stepped) -> dict[str, float]:
+    """Return the differences between two steps, print them, and what is expected."""
+    logp, metrics, gradient = expected
+    other, measured, slope = found
     off = {
-        "logp": (found - logp).abs().max().item(),
-        "mean logp": (found - logp).abs().mean().item(),
+        "logp": (other - logp).abs().max().item(),
+        "mean logp": (other - logp).abs().mean().item(),
         "loss": abs(measured["loss"] - metrics["loss"]) / max(abs(metrics["loss"]), 0.1),
         "gradient": ((slope - gradient).norm() / gradient.norm()).item(),
         "norm": abs(measured["grad_norm"] / metrics["grad_norm"] - 1),
@@ -113,8 +116,11 @@ def compare(on_cpu: SingleTrainer, own: SingleTrainer, limits: dict[str, float])
     print({name: f"{value:.2g}" for name, value in off.items()}, end=" ")
     print(f"loss {metrics['loss']:.5g}, gradient norm {metrics['grad_norm']:.5g}")
     assert metrics["grad_norm"] > 0
-    wrong = {name: value for name, value in off.items() if not value <= limits[name]}
-    assert not wrong, (off, metrics, measured)
+    return off
+
+
+def check_below(off: dict[str, float], limits: dict[str, float]) -> None:
+    assert not {name: value for name, value in off.items() if not value <= limits[name]}, off
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,13 +132,21 @@ def test_a_step_is_that_of_the_cpu(layout, kind, monkeypatch):
     settings, limits = KINDS[kind]
     assert plan.plan_of(batch(), layout != "plain", can_pack=True).layout == layout
     settings = (*in_layout, *settings)
-    compare(trainer("cpu", *settings), trainer(DEVICE, *settings), limits)
+    found = stepped(trainer(DEVICE, *settings))
+    if limits is EXACT:
+        check_below(apart(stepped(trainer("cpu", *settings)), found), limits)
+        return
+    # bf16 rounds: no two devices alike, but none farther from fp32 than the other
+    exact = stepped(trainer("cpu", *in_layout, *(LORA if "lora" in kind else ())))
+    on_cpu = apart(exact, stepped(trainer("cpu", *settings)))
+    check_below(apart(exact, found), {n: max(limits[n], 1.5 * on_cpu[n]) for n in limits})
 
 
 @pytest.mark.parametrize("objective", sorted(names("objectives")))
 def test_each_objective_has_the_step_of_the_cpu(objective):
     settings = (f"objective={objective}", *OPTIONS.get(objective, ()))
-    compare(trainer("cpu", *settings), trainer(DEVICE, *settings), EXACT)
+    one, other = (stepped(trainer(device, *settings)) for device in ("cpu", DEVICE))
+    check_below(apart(one, other), EXACT)
 
 
 ARITHMETIC = (

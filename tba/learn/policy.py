@@ -113,8 +113,8 @@ class Policy(nn.Module):
         runs = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
         with self.precision():
             hidden = runs[plan.layout](plan)
-            tokens = batch.tokens.flatten()[hidden.places].to(self.device)
-            places = hidden.places.to(self.device)
+            tokens = self._here(batch.tokens.flatten()[hidden.places])
+            places = self._here(hidden.places)
             logp, entropy = token_logp(
                 self.model, hidden.states, tokens, temperature or self.temperature
             )
@@ -129,6 +129,10 @@ class Policy(nn.Module):
             padding=plan.padding,
         )
 
+    def _here(self, values: Tensor) -> Tensor:
+        """Return values of the CPU on the device; the CPU does not wait for a GPU to copy them."""
+        return values.to(self.device, non_blocking=True)
+
     def precision(self) -> torch.autocast:
         """Return a block in which the model computes in bf16, if it shall."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
@@ -140,7 +144,7 @@ class Policy(nn.Module):
         scale = hidden.states.shape[-1] ** 0.5
         if self.head.on == "response":
             return _padded(self.readout(hidden.states.float() / scale).squeeze(-1), places, batch)
-        mask = batch.prompt_mask[..., None].to(self.device)
+        mask = self._here(batch.prompt_mask[..., None])
         mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
         return self.readout(mean / scale).squeeze(-1)
 
@@ -148,15 +152,15 @@ class Policy(nn.Module):
         """Run each prompt and all of its responses as one row."""
         batch = plan.batch
         packed = pack(batch)
-        owner = packed.owner.to(self.device)
+        owner = self._here(packed.owner)
         output = self.model.base_model(
-            input_ids=packed.ids.to(self.device),
+            input_ids=self._here(packed.ids),
             attention_mask=attention_mask(self.model, owner, owner),
-            position_ids=packed.position.to(self.device),
+            position_ids=self._here(packed.position),
             use_cache=False,
         )
         states = output.last_hidden_state
-        row, column = packed.predicting.to(self.device)
+        row, column = self._here(packed.predicting)
         return Hidden(states[:, : batch.prompt_mask.shape[1]], states[row, column], packed.places)
 
     def _cached(self, plan: Plan) -> Hidden:
@@ -171,7 +175,7 @@ class Policy(nn.Module):
             use_cache=True,
         )
         first, of = batch.mask[..., 0].nonzero(as_tuple=True)
-        states = [prompt.last_hidden_state[first.to(self.device), -1]]
+        states = [prompt.last_hidden_state[self._here(first), -1]]
         places = [(first * k + of) * t]
         for rows in plan.passes:
             following, own = self._following(batch, rows, prompt.past_key_values)
@@ -195,44 +199,44 @@ class Policy(nn.Module):
         visible = torch.cat([prompt_mask, present[:, : length - 1]], 1)
         position = prompt_mask.sum(1)[:, None] + torch.arange(length - 1)
         output = self.model.base_model(
-            input_ids=batch.tokens.flatten(0, 1)[chosen, : length - 1].to(self.device),
-            attention_mask=visible.long().to(self.device),
-            position_ids=position.to(self.device),
-            past_key_values=select(cache, group.to(self.device)),
+            input_ids=self._here(batch.tokens.flatten(0, 1)[chosen, : length - 1]),
+            attention_mask=self._here(visible.long()),
+            position_ids=self._here(position),
+            past_key_values=select(cache, self._here(group)),
             use_cache=True,
         )
         sampled = batch.mask.flatten(0, 1)[chosen, 1:length]
         row, column = (sampled if rows else sampled[:0]).nonzero(as_tuple=True)
-        states = output.last_hidden_state[row.to(self.device), column.to(self.device)]
+        states = output.last_hidden_state[self._here(row), self._here(column)]
         return states, chosen[row] * t + column + 1
 
     def _plain(self, plan: Plan) -> Hidden:
         """Run a row for each response, or each of its contexts, and for each prompt."""
         batch = plan.batch
         contexts = cut(batch)
-        real = contexts.real.to(self.device)
+        real = self._here(contexts.real)
         output = self.model.base_model(
-            input_ids=contexts.ids.to(self.device),
+            input_ids=self._here(contexts.ids),
             attention_mask=real.long(),
             position_ids=positions(real),
             use_cache=False,
         )
         states = output.last_hidden_state
-        row, column = contexts.predicting.to(self.device)
+        row, column = self._here(contexts.predicting)
         prompt = states[: len(batch), : batch.prompt_mask.shape[1]]
         return Hidden(prompt, states[row, column], contexts.places)
 
 
 def _of_alike(values: Float[Tensor, "B K T"], alike: Int[Tensor, "B K"]) -> Float[Tensor, "B K T"]:
     """Return for each response the values of the first equal one."""
-    index = alike.to(values.device)[..., None].expand_as(values)
+    index = alike.to(values.device, non_blocking=True)[..., None].expand_as(values)
     return values.gather(1, index)
 
 
 def _padded(values: Float[Tensor, " M"], places: Tensor, batch: TokenBatch) -> Tensor:
     """Return the values at their places in [B K T], and 0 elsewhere."""
-    zeros = torch.zeros(batch.mask.shape, device=values.device)
-    return zeros.index_put(torch.unravel_index(places, batch.mask.shape), values)
+    zeros = torch.zeros(batch.mask.numel(), device=values.device)
+    return zeros.index_put((places,), values).view(batch.mask.shape)
 
 
 def token_logp(

@@ -369,7 +369,6 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
 
 def _mean(chunks: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """Return each metric's mean over all groups, however these were divided into chunks."""
-    means = {}
-    for name in chunks[0]:
-        means[name] = torch.cat([chunk[name].double() for chunk in chunks]).mean().item()
-    return means
+    values = [torch.cat([chunk[name].double() for chunk in chunks]).mean() for name in chunks[0]]
+    means = torch.stack(values).tolist()  # all at once: each transfer waits for the GPU
+    return dict(zip(chunks[0], means, strict=True))

@@ -198,7 +198,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
 
 def _differing(stored: Config, config: Config) -> list[str]:
     """Return the settings that differ and change a run, as text."""
-    default = {"eval.prompts": EvalTable().prompts}
+    default: dict[str, Any] = {"eval.prompts": EvalTable().prompts}
     there = default | flat(with_defaults(stored).nested())
     here = default | flat(with_defaults(config).nested())
     written = {"run.folder", "run.base"}  # by the run itself
