@@ -86,7 +86,7 @@ def data(tmp_path: Path) -> list[str]:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data": "train", "held_out_data": "test"}
     named = [f"task.{key}={tmp_path / name}.jsonl" for key, name in files.items()]
-    return [*named, "task.prompt={problem}"]
+    return [*named, "task.prompt={problem}", "eval.prompts=5"]
 
 
 def test_the_dry_run_plans_for_other_gpus_without_weights(qwen, data, monkeypatch, capsys):
