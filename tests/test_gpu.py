@@ -53,7 +53,7 @@ pytestmark = [
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has waits and memory of its own")
 EXACT = {"logp": 1e-3, "mean logp": 1e-4, "loss": 1e-3, "gradient": 3e-3, "norm": 1e-3}
 """Largest differences in fp32: of log-probs in nats, and relative ones."""
-ROUNDED = {"logp": 2.0, "mean logp": 0.05, "loss": 0.1, "gradient": 0.5, "norm": 0.25}
+ROUNDED = {"logp": 2.0, "mean logp": 0.05, "loss": 0.1, "gradient": 0.5, "norm": 0.4}
 """The same of bf16 beside fp32, for random and unlikely responses."""
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
 OPTIONS = {"vineppo": ("objective.step_tokens=1",)}
