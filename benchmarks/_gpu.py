@@ -426,7 +426,7 @@ class Bench:
                 ):
                     opened.stop.requested = True
 
-            opened.log = recorded
+            opened.log_step = recorded
             with opened.tracker.clock():
                 train(opened)
         seconds = [b - a for a, b in pairwise(marks[2:])]

@@ -39,7 +39,7 @@ def run(job: Job) -> dict:
     with open_run(config(job)) as opened:
         wait_for_searchers(opened)
         recorder = Recorder(job, opened)
-        opened.log = recorder.step  # called at the end of each step
+        opened.log_step = recorder.step  # called at the end of each step
         try:
             with opened.tracker.clock():
                 train(opened)

@@ -110,7 +110,7 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
         tempfile.TemporaryDirectory() as folder,
         open_run(config(side, model, latency, folder)) as opened,
     ):
-        log = opened.log
+        log = opened.log_step
 
         def recorded(metrics: dict[str, float], groups: list) -> None:
             log(metrics, groups)
@@ -120,7 +120,7 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
             if len(times) == WARMUP + steps:
                 opened.stop.requested = True
 
-        opened.log = recorded
+        opened.log_step = recorded
         with opened.tracker.clock():
             train(opened)
         waited = opened.tracker._total["waited"] / (samples[-1] - samples[0])

@@ -100,7 +100,7 @@ def measure(count: int, steps: int) -> dict:
     arrived: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, open_run(config(count, folder)) as opened:
         wait_for_all(opened, count)
-        log = opened.log
+        log = opened.log_step
         add = opened.buffer.add
         process = psutil.Process()
         started = {}
@@ -118,7 +118,7 @@ def measure(count: int, steps: int) -> dict:
                 arrived[group.prompt.id] += len(group.trajectories)
             add(groups, now)
 
-        opened.log = recorded
+        opened.log_step = recorded
         opened.buffer.add = counted
         with opened.tracker.clock():
             train(opened)

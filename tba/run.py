@@ -190,12 +190,12 @@ class Run:
         try:
             yield
         except SOUND:
-            self._log_step(metrics, groups)
+            self.log_step(metrics, groups)
             raise
-        self._log_step(metrics, groups)
+        self.log_step(metrics, groups)
         self.log_evaluations()
 
-    def _log_step(self, metrics: dict[str, float], groups: list[Group]) -> None:
+    def log_step(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, and a group if one is due."""
         if self.step == self.began + 1:
             self.keep_config()
