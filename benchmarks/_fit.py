@@ -7,16 +7,13 @@ prints them for cards of so many GB, and measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from tba.runs.memory import Needs
-
-Role = Literal["step", "engine", "run"]
-"""What a part holds at one time: a trainer, an engine, or all processes of a run."""
+Role = Literal["step", "run"]
+"""What a part holds at one time: a trainer, or all processes of a run."""
 USABLE = 0.9
 """Share of a card that parts may need: the formula leaves out what is fragmented."""
 PROMPT = 128
@@ -66,18 +63,8 @@ def needed_by(config: Any, role: Role, card: float) -> float:
     from tba.runs.memory import Machine, Needs
 
     needs = Needs.of(with_defaults(config), Machine(1, card, inf), PROMPT)
-    return sum(_parts(needs, role))
-
-
-def _parts(needs: Needs, role: Role) -> Iterator[float]:
-    trainer, *others = (each for each in needs.processes if each.card == 0)
-    if role != "engine":
-        yield trainer.total
-    for process in others if role == "run" else ():
-        yield process.total
-    for process in others if role == "engine" else ():
-        yield from (n for name, n in process.parts.items() if name in ("CUDA", "engine"))
-        yield process.parts["KV cache"]
+    trainer, *others = (each.total for each in needs.processes if each.card == 0)
+    return trainer + (sum(others) if role == "run" else 0)
 
 
 def print_plan(parts: dict[str, tuple[Role, Callable[..., Any]]], cards: list[float]) -> None:
