@@ -134,12 +134,8 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     assert tables.written(page, found) == page
     lags = importlib.import_module("stages").LAGS
     ends = {name: lags.cell(rows).split()[0] for name, lag, rows in lags.final() if lag == 64}
-    _, _, stale = (ROOT / "README.md").read_text().partition("**Stale data.**")
-    quoted = re.findall(r"\d\d\.\d", stale.partition("\n\n")[0])
-    best = ["raft", "topr", "tb tapered", "tba_prime", "m2po"]
-    named = [*best, "dr_grpo", "cispo", "grpo", "oapl", "rloo", "ppo", "tb"]
-    assert quoted == [ends[name] for name in named]
-    assert ends.keys() == {*named}
+    quoted = f"{ends['raft']} % against {ends['tb tapered']} at a lag of 64 steps"
+    assert quoted in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_site_is_built(tmp_path):
