@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import module_at
 from talk import agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.assemble import run
@@ -25,7 +26,7 @@ __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))
-PROGRAMS = sorted(RECIPES.glob("*.py"))
+PROGRAMS = sorted(path.with_suffix(".py") for path in RECIPES.glob("*.toml"))
 
 
 @pytest.fixture
@@ -35,6 +36,12 @@ def run_code() -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
+
+
+def test_the_algorithm_in_one_file_learns():
+    """A fifth of the steps of its docstring, which has the score after all."""
+    recipe = module_at(RECIPES / "minimal_loop.py")
+    assert recipe.main(steps=20) > 0.7
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
