@@ -1,6 +1,7 @@
 """Assembly of a run: its config is checked, its parts are built, its searchers started."""
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -95,7 +96,7 @@ def open_searchers(
     # a run on Ray saves none, and a publication may have failed
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
         search = replace(search, weights=trainer.send(step).parcel)
-    return LocalSearchers(job, job.setup.build(place.device, bf16), search)
+    return LocalSearchers(job, job.setup.build(place.device, bf16), search, stopping)
 
 
 def run(
@@ -178,14 +179,27 @@ def open_run(
             stored, note = choose_resumed(setup, folder, replay)
         stop = closing.enter_context(Stop())
         with stop.starting():
-            is_quiet = setup.config.log.console == "off"
-            console = Console(
-                setup.config.run.steps, (lambda line: None) if is_quiet else stop.print
-            )
+            console = _open_console(setup.config, stop, closing)
             console.note(f"run folder: {folder}")
             run = _assemble(setup, folder, stored, replay, rollouts, stop, console, closing)
         run.begin(note, run.trainer.sizes)
         yield run
+
+
+def _open_console(config: Config, stop: Stop, closing: ExitStack) -> Console:
+    """Return the console that `log.console` asks for."""
+    steps = config.run.steps
+    if config.log.console == "off":
+        return Console(steps, lambda line: None)
+    if config.log.console == "auto" and sys.stdout.isatty():
+        from rich.console import Console as Screen
+
+        from tba.runs.terminal import Terminal
+
+        terminal = Terminal(steps, stop.print, Screen(highlight=False))
+        closing.callback(terminal.close)
+        return terminal
+    return Console(steps, stop.print)
 
 
 def _assemble(

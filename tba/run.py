@@ -350,7 +350,9 @@ class Run:
         texts = self.warnings.texts
         summary = replace(measured, warnings=texts, ended=ended, trainer_restarts=restarts)
         summary.write(self.folder)
-        self.console.end(summary, self.folder)
+        best = checkpoint.best_step(self.scores)
+        is_last = best is None or best == max(self.scores)
+        self.console.end(summary, self.folder, None if is_last else (best, self.scores[best]))
         return summary
 
     @contextmanager

@@ -270,7 +270,7 @@ def test_what_a_stopped_run_tells_to_type_resumes_it(tiny_model, tmp_path, capsy
             signal.raise_signal(signal.SIGINT)
         return [1.0] * len(completions)
 
-    settings = config(tiny_model, tmp_path / "my run", "log.console=plain")
+    settings = config(tiny_model, tmp_path / "my run", "log.console=lines")
     result = tba.train(settings, data=ROWS, held_out_data=EVALUATED, reward=stopping)
     assert not result.summary.finished
     told = re.findall(r"resume +(.*)", capsys.readouterr().out)[-1]

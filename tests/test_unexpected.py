@@ -96,7 +96,7 @@ def test_a_config_that_is_no_text_is_named(tmp_path):
 def test_a_run_whose_output_nobody_reads_saves_and_ends_cleanly(tiny_model, tmp_path):
     """As `tba train | head -n 2` does."""
     folder = tmp_path / "run"
-    chosen = config(tiny_model, folder, "run.steps=100000", "log.console=plain")
+    chosen = config(tiny_model, folder, "run.steps=100000", "log.console=lines")
     command = [sys.executable, "-m", "tba.cli", "train", *as_settings(chosen)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT) as process:

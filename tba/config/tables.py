@@ -412,7 +412,9 @@ class CheckpointTable(Table):
 
 
 class LogTable(Table):
-    console: Literal["plain", "off"] = key("plain", "console output: lines, or none")
+    console: Literal["auto", "lines", "off"] = key(
+        "auto", "console output; auto: a table and a line of progress on a terminal, else lines"
+    )
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
     wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
     wandb_project: str = key("tba", "name of the project in Weights & Biases")

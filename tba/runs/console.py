@@ -1,4 +1,4 @@
-"""Console output of a run: plain lines."""
+"""Console output of a run as lines."""
 
 import re
 import time
@@ -32,7 +32,7 @@ def announce(config: Config) -> None:
 
 
 class Console:
-    """Plain lines: one for each of the first steps, then one every few seconds."""
+    """Lines: one for each of the first steps, then one every few seconds."""
 
     EVERY = 5.0
     SILENCE = 30.0
@@ -94,7 +94,20 @@ class Console:
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         self.note(f"sample: {_end(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
-    def end(self, s: "Summary", folder: Path) -> None:
+    def end(self, s: "Summary", folder: Path, best: tuple[int, float] | None = None) -> None:
+        """Show the scores, what the run did, and what to type next.
+
+        `best` has the step and the score of the best evaluation, if it is not the last one.
+        """
+        outcome = "finished" if s.finished else "stopped"
+        results = [f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"]
+        for scores in {each["step"]: each for each in (s.first, s.last) if each}.values():
+            label = f"step {scores['step']:,.0f}"
+            results.append(f"  {label:<12}{in_a_line(scores)}")
+        if best is not None:
+            results.append(f"  {'best':<12}{best[1]:.3f} at step {best[0]:,}")
+        if s.ended:
+            results.append(f"  ended by {s.ended}; --step best is the best checkpoint")
         rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
         samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
         rows = {
@@ -107,20 +120,16 @@ class Console:
             rows["trainer restarted"] = str(s.trainer_restarts)
         if s.quarantined:
             rows["prompts quarantined"] = str(s.quarantined)
-        if s.ended:
-            rows["ended by"] = f"{s.ended}; --step best is the best checkpoint"
-        if not s.finished:
-            rows["resume"] = resumes(folder)
         rows["summary"] = str(folder / SUMMARY)
-        rows["report"] = f"tba report {quote(str(folder))}"
+        run = quote(str(folder))
+        rows["report"] = f"tba report {run}"
+        if s.finished:
+            rows["export"] = f"tba export {run} FOLDER"
+        else:
+            rows["resume"] = resumes(folder)
         warnings = [f"  {'warning':<20} {text}" for text in s.warnings]
-        for scores in (s.first, s.last):  # of the same step if there was one evaluation
-            if scores:
-                rows[f"at step {scores['step']:,.0f}"] = in_a_line(scores)
-        lines = [*warnings, *(f"  {label:<20} {text}" for label, text in rows.items())]
-        outcome = "finished" if s.finished else "stopped"
-        heading = f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"
-        self.note("\n".join(["", heading, *lines]))
+        details = [f"  {label:<20} {text}" for label, text in rows.items()]
+        self.note("\n".join(["", *results, *warnings, *details]))
 
     def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return the label and the text of each metric on the first screen.

@@ -1,7 +1,7 @@
 """Search in the trainer's own process, inside `gather`: bit-reproducible, except with agents."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -24,12 +24,15 @@ class LocalSearchers:
     the trainer takes a step, copies its weights for the engine, and the engine wakes to load them.
     """
 
-    def __init__(self, job: SearchJob, searcher: Searcher, state: SearchState):
+    def __init__(
+        self, job: SearchJob, searcher: Searcher, state: SearchState, stopping: Callable[[], bool]
+    ):
         self.stats = deepcopy(state.stats)
         self._tasks = state.tasks
         self._job = job
         self._stream = job.stream
         self._searcher = searcher
+        self._stopping = stopping
         self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._weights: Weights | None = None
         self._reference = state.reference
@@ -45,7 +48,7 @@ class LocalSearchers:
     def gather(self, at_least: int) -> list[Group]:
         deadline = time.monotonic() + self._job.gather_deadline(at_least)
         groups = self._found  # if a search ends the run, they are in its state
-        while len(groups) < at_least:
+        while len(groups) < at_least and not self._stopping():
             if time.monotonic() > deadline:
                 few = f"only {len(groups)} of {at_least} groups within runtime.gather_deadline"
                 why = f"rejected since the run began: {dict(self.stats.rejected)}"

@@ -129,7 +129,7 @@ def test_hostile_text_stays_text_from_the_data_to_the_page(case, make_model, tmp
     chosen = config(
         model, tmp_path / "run", "task=custom", f"task.data={tmp_path}/rows.jsonl",
         f"task.reward={tmp_path}/rewards.py:f", "task.held_out_size=4", "engine=scripted",
-        "sampling.max_tokens=48", "run.steps=3", "log.console=plain", "log.sample_every=1",
+        "sampling.max_tokens=48", "run.steps=3", "log.console=lines", "log.sample_every=1",
         "eval.prompts=2",
     )  # fmt: skip
     engine = {"use": "scripted", "answers": [text, text + "1"]}

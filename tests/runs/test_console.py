@@ -1,16 +1,20 @@
 """The console shows whatever metrics there are, and the end of a run in plain words."""
 
+import io
 import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console as Screen
 
 from tba.runs import console as module
+from tba.runs import terminal
 from tba.runs.checkpoint import newest
 from tba.runs.console import Console
 from tba.runs.log import CHECKPOINTS, METRICS, check_unused
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary
+from tba.runs.terminal import Terminal
 from tba.search.result import EvaluatedAnswer, Evaluation
 
 SCORES = {
@@ -93,9 +97,9 @@ def test_a_command_to_type_names_a_folder_with_spaces(tmp_path):
     "steps, shown",
     [
         ([], []),
-        ([0], ["at step 0"]),
-        ([5], ["at step 5"]),
-        ([0, 1200], ["at step 0", "at step 1,200"]),
+        ([0], ["step 0"]),
+        ([5], ["step 5"]),
+        ([0, 1200], ["step 0", "step 1,200"]),
     ],
 )
 def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(tmp_path, steps, shown):
@@ -103,7 +107,7 @@ def test_the_end_of_a_run_shows_each_evaluation_once_at_its_step(tmp_path, steps
     scores = [{**SCORES, "step": float(step)} for step in steps] or [{}]
     ended = replace(SUMMARY, first=scores[0], last=scores[-1])
     Console(9, lines.append).end(ended, tmp_path)
-    labels = [line[:22].strip() for line in lines[0].splitlines() if "pass@1" in line]
+    labels = [line[:14].strip() for line in lines[0].splitlines() if "pass@1" in line]
     assert labels == shown
 
 
@@ -183,3 +187,44 @@ def test_a_line_has_nothing_that_a_terminal_would_obey(capsys):
     """A program may name its rewards after what the policy has written."""
     Stop().print("step 3  rewards/\x1b[2J 0.500 ± 0.1\n")
     assert capsys.readouterr().out == "step 3  rewards/\\x1b[2J 0.500 ± 0.1\n\n"
+
+
+@pytest.mark.parametrize("rows, columns", [(24, 80), (40, 120)])
+def test_a_terminal_has_a_table_and_one_line_of_progress(clock, monkeypatch, rows, columns):
+    """No line is longer than the terminal, and the table at most 78 columns wide."""
+    monkeypatch.setattr(terminal, "time", clock)
+    screen = Screen(
+        file=io.StringIO(), force_terminal=True, width=columns, height=rows, highlight=False
+    )
+    shown = Terminal(12_000, screen.print, screen)
+    shown.phase("loading the model")
+    clock.now += 3
+    assert shown._line().plain == "loading the model …  0:03"
+    metrics = {
+        "reward": -12.3456, "kl": 1234.5, "entropy": 0.139, "completions/mean_length": 12345.0,
+        "completions/clipped_ratio": 1.0, "off_policy/lag_mean": 123.4, "samples_per_second": 1853.7,
+        "wait/trainer": 0.0031,
+    }  # fmt: skip
+    shown.evaluation(Evaluation(0, SCORES, []))
+    for step in range(11_000, 11_060):
+        shown.phase("training")
+        shown.step(step, {"time": 2.0 * step, **metrics})
+        clock.now += 2
+    progress = "step 11,059/12,000  2 s/step  ETA 31:22  samples/s 1,854  lag 123.4  waits 0.3%"
+    assert shown._line().plain == progress and len(progress) == 79
+    shown.phase("evaluating 40 %")
+    clock.now += 5
+    assert shown._line().plain == "step 11,059/12,000  evaluating 40 % …  0:05"
+    shown.close()
+    assert isinstance(screen.file, io.StringIO)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.file.getvalue())
+    lines = [line.split("\r")[-1].rstrip() for line in plain.splitlines()]
+    assert max(map(len, lines)) <= columns
+    table = [line for line in lines if re.match(r" +(step|[\d,]+)  ", line)]
+    assert max(map(len, table)) <= 78
+    assert table[:2] == [
+        "   step   reward  held out ± se       kl  entropy  length  cut off      lag",
+        "      0           0.500 ± 0.100",
+    ]
+    row = " 11,000  -12.346                 1.2e+03    0.139  12,345   100.0%    123.4"
+    assert table[2] == row and len(table) == 2 + 20 + 1  # a row every 6 s, and the heading again

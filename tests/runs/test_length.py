@@ -69,7 +69,7 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(tmp_path, ca
     """With a learning rate that changes nothing, no evaluation is better than the first."""
     own = ["eval.patience=2", "eval.every=3", "checkpoint.every=3", "trainer.learning_rate=1e-12"]
     folder = tmp_path / "run"
-    settings = [*SMALL, *own, "run.steps=15", f"run.folder={folder}", "log.console=plain"]
+    settings = [*SMALL, *own, "run.steps=15", f"run.folder={folder}", "log.console=lines"]
     summary = tba.train(load(None, settings)).summary
     assert (summary.finished, summary.steps) == (True, 6)
     assert summary.ended == "eval.patience = 2"

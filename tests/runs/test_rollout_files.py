@@ -401,7 +401,7 @@ def test_rollouts_are_read_once_and_those_beyond_the_limits_told(toy_model, tmp_
     given = [*OFFLINE, f"replay.rollouts={file}", "replay.per_prompt=3", "run.steps=6"]
     settings = toy_config(
         toy_model, tmp_path / "run", *given, "trainer.batch_size=6", "trainer.group_size=3",
-        "sampling.samples=3", "log.console=plain",
+        "sampling.samples=3", "log.console=lines",
     )  # fmt: skip
     groups = read_rollouts(file, load_text(settings.policy))
     assert described(groups, settings) == (

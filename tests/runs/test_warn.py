@@ -151,7 +151,7 @@ def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text("".join(prompts))
     settings = (
         "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5",
-        f"task.reward={tmp_path}/rewards.py:nothing", "run.steps=12", "log.console=plain",
+        f"task.reward={tmp_path}/rewards.py:nothing", "run.steps=12", "log.console=lines",
     )  # fmt: skip
     run(config(tiny_model, tmp_path / "run", *settings))
     shown = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(
     folder.mkdir()  # with what is left of a start that was killed
     left = {"step": 0, "key": "warmup", "text": "of another start"}
     (folder / WARNINGS).write_text(json.dumps(left) + "\n")
-    run(config(tiny_model, folder, *settings, "run.steps=3", "log.console=plain"))
+    run(config(tiny_model, folder, *settings, "run.steps=3", "log.console=lines"))
     first = capsys.readouterr().out
     before = summary(folder)["warnings"]
     assert len(before) == 3  # no warm-up, equal rewards, responses that are cut off

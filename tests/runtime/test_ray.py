@@ -63,7 +63,7 @@ def test_neither_side_waits_and_the_phases_are_told(
     slow = (
         "engine=scripted", f"engine.latency={search}", "engine.answers=['1','2','33']",
         "eval.every=0", "eval.prompts_per_task=2", "run.steps=60", "runtime.max_reuse=inf",
-        "log.console=plain",
+        "log.console=lines",
     )  # fmt: skip
     with open_run(config(tiny_model, tmp_path / "run", *slow)) as run:
         (session,) = HOME.glob(f"tba-*/ray/session_*_{os.getpid()}")

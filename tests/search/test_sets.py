@@ -42,7 +42,7 @@ def custom(files: Path, *settings: str) -> list[str]:
 
 def test_sets_are_evaluated_at_the_same_times_under_their_names(tiny_model, tmp_path, capsys):
     folder = tmp_path / "run"
-    run(config(tiny_model, folder, *MORE, "run.steps=4", "log.console=plain"))
+    run(config(tiny_model, folder, *MORE, "run.steps=4", "log.console=lines"))
     shown = capsys.readouterr().out
     assert "300 training prompts, 5 held out, 3 in more" in shown
     assert shown.count(": more  pass@1 sampled ") == 3

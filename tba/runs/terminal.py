@@ -1,0 +1,159 @@
+"""Console of a run on a terminal: a table of steps above one line of progress."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import isfinite, nan
+from typing import TYPE_CHECKING
+
+from rich.console import Console as Screen
+from rich.live import Live
+from rich.text import Text
+
+from tba.runs.console import Console
+
+if TYPE_CHECKING:
+    from tba.search.result import Evaluation
+
+SEPARATOR = "  "
+ROWS = 20
+"""Rows after which the heading of the table is repeated."""
+
+
+def _number(value: float) -> str:
+    """Return a number in at most 7 characters."""
+    if not isfinite(value):
+        return ""
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.1e}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}" if isfinite(value) else ""
+
+
+def _steps(value: float) -> str:
+    return f"{value:,.1f}" if isfinite(value) else ""
+
+
+def _tokens(value: float) -> str:
+    return f"{value:,.0f}" if isfinite(value) else ""
+
+
+COLUMNS: dict[str, tuple[str, int, Callable[[float], str]]] = {
+    "reward": ("reward", 7, _number),
+    "kl": ("kl", 7, _number),
+    "entropy": ("entropy", 7, _number),
+    "completions/mean_length": ("length", 6, _tokens),
+    "completions/clipped_ratio": ("cut off", 7, _share),
+    "off_policy/lag_mean": ("lag", 7, _steps),
+}
+"""Heading, width and format of each metric of the table; step and score stand before these."""
+
+STEP = 7
+SCORE = 13
+
+
+class Terminal(Console):
+    """Rows of a table, at most 78 columns wide, above a line that is redrawn.
+
+    A row is printed every few seconds and when an evaluation ends. The line has the step, seconds
+    a step, the time that is left, samples a second, lag and waits; or a phase that takes longer.
+    """
+
+    REDRAWN = 4
+    """Times a second."""
+
+    def __init__(self, steps: int, write: Callable[[str], None], screen: Screen):
+        super().__init__(steps, write)
+        self._rows = 0
+        self._metrics: Mapping[str, float] = {}
+        self._times: deque[tuple[int, float]] = deque(maxlen=20)
+        self._doing = ""
+        self._doing_since = time.monotonic()
+        self._live = Live(
+            console=screen,
+            get_renderable=self._line,
+            refresh_per_second=self.REDRAWN,
+            transient=True,
+        )
+        self._live.start()
+        screen.show_cursor(True)  # a process that is killed would leave it hidden
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def phase(self, text: str) -> None:
+        if text != self._doing:
+            self._doing = text
+            self._doing_since = time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        self._metrics = {"step": step, **metrics}
+        self._times.append((step, now))
+        if step in (1, self._steps) or now - self._last_line >= self.EVERY:
+            self._last_line = now
+            self._row(step, "", metrics)
+
+    def evaluation(self, evaluation: "Evaluation") -> None:
+        for name, scores in evaluation.by_set().items():
+            kind = "pass@1" if "sampled_pass@1" in scores else "reward"
+            error = "sampled_stderr" if kind == "pass@1" else "sampled_reward_stderr"
+            score = f"{scores[f'sampled_{kind}']:.3f} ± {scores[error]:.3f}"
+            if name:
+                self.note(f"{name}: {kind} {score}")
+            else:
+                self._row(evaluation.version, score, {})
+
+    def scores(self, version: int, line: str) -> None:
+        """Show nothing: an evaluation is a row."""
+
+    def sample(self, prompt: str, completion: str, reward: float) -> None:
+        """Show nothing: the report has samples."""
+
+    def _row(self, step: int, score: str, metrics: Mapping[str, float]) -> None:
+        if self._rows % ROWS == 0:
+            titles = [(title, width) for title, width, _ in COLUMNS.values()]
+            heading = [("step", STEP), titles[0], ("held out ± se", SCORE), *titles[1:]]
+            self.note(SEPARATOR.join(title.rjust(width) for title, width in heading))
+        self._rows += 1
+        cells = [form(metrics.get(m, nan)).rjust(w) for m, (_, w, form) in COLUMNS.items()]
+        row = [f"{step:,}".rjust(STEP), cells[0], score.rjust(SCORE), *cells[1:]]
+        self.note(SEPARATOR.join(row).rstrip())
+
+    def _line(self) -> Text:
+        """Return the line of progress."""
+        now = time.monotonic()
+        seconds = now - self._doing_since
+        if not self._times:
+            return _fitting([f"{self._doing} …" if self._doing else "", _clock(seconds)])
+        step = self._metrics["step"]
+        parts = [f"step {step:,}/{self._steps:,}"]
+        (first, began), (last, ended) = self._times[0], self._times[-1]
+        if last > first:
+            each = (ended - began) / (last - first)
+            parts += [f"{each:.2g} s/step", f"ETA {_clock(each * (self._steps - last))}"]
+        for name, label, form in (
+            ("samples_per_second", "samples/s", _tokens),
+            ("off_policy/lag_mean", "lag", _steps),
+            ("wait/trainer", "waits", _share),
+        ):
+            value = self._metrics.get(name, nan)
+            if isfinite(value):
+                parts.append(f"{label} {form(value)}")
+        if self._doing not in ("", "training") and now - max(ended, self._doing_since) > 2:
+            parts = [parts[0], f"{self._doing} …", _clock(seconds)]
+        return _fitting(parts)
+
+
+def _fitting(parts: list[str]) -> Text:
+    """Return one line, which the terminal cuts off at its width."""
+    line = SEPARATOR.join(part for part in parts if part)
+    return Text(line, style="bold", no_wrap=True, overflow="ellipsis")
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
