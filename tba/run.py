@@ -350,9 +350,11 @@ class Run:
         texts = self.warnings.texts
         summary = replace(measured, warnings=texts, ended=ended, trainer_restarts=restarts)
         summary.write(self.folder)
-        best = checkpoint.best_step(self.scores)
-        is_last = best is None or best == max(self.scores)
-        self.console.end(summary, self.folder, None if is_last else (best, self.scores[best]))
+        best = None
+        step = checkpoint.best_step(self.scores)
+        if step is not None and step < max(self.scores):
+            best = (step, self.scores[step])
+        self.console.end(summary, self.folder, best)
         return summary
 
     @contextmanager
