@@ -202,8 +202,8 @@ def test_a_terminal_has_a_table_and_one_line_of_progress(clock, monkeypatch, row
     assert shown._line().plain == "loading the model …  0:03"
     metrics = {
         "reward": -12.3456, "kl": 1234.5, "entropy": 0.139, "completions/mean_length": 12345.0,
-        "completions/clipped_ratio": 1.0, "off_policy/lag_mean": 123.4, "samples_per_second": 1853.7,
-        "wait/trainer": 0.0031,
+        "completions/clipped_ratio": 1.0, "off_policy/lag_mean": 123.4, "wait/trainer": 0.0031,
+        "samples_per_second": 1853.7,
     }  # fmt: skip
     shown.evaluation(Evaluation(0, SCORES, []))
     for step in range(11_000, 11_060):
