@@ -13,6 +13,7 @@ html_theme = "furo"
 highlight_language = "text"
 myst_heading_anchors = 4
 
+GROUP = re.compile(r"^- ", re.MULTILINE)
 LINK = re.compile(r"\]\(((?:\w+/)?\w+)\.md\)")
 
 
@@ -21,12 +22,16 @@ def setup(app: Any) -> None:
 
 
 def add_navigation(app: Any, page: str, source: list[str]) -> None:
-    """List the pages beside each page, in the order of the README's section on documentation.
+    """List the pages beside each page, in the groups of the README's section on documentation.
 
-    The page of all keys, which `make docs` writes, comes last.
+    The page of all keys, which `make docs` writes, comes last in the reference.
     """
     if page == root_doc:
         section = source[0].partition("\n## Documentation\n")[2].partition("\n## ")[0]
-        pages = LINK.findall(section)
-        pages += ["docs/keys"] * (Path(__file__).parent / "keys.md").is_file()
-        source[0] += "\n".join(["\n```{toctree}", ":hidden:", *pages, "```\n"])
+        for group in GROUP.split(section)[1:]:
+            name, _, text = group.partition(":")
+            pages = LINK.findall(text)
+            if name == "Reference":
+                pages += ["docs/keys"] * (Path(__file__).parent / "keys.md").is_file()
+            head = ["\n```{toctree}", ":hidden:", f":caption: {name}", ""]
+            source[0] += "\n".join([*head, *pages, "```\n"])

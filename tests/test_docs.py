@@ -20,6 +20,7 @@ from tba.config.schema import Config
 from tba.runs.metrics import PANELS, SECTIONS
 
 ROOT = Path(__file__).parent.parent
+GROUPS = ["Start", "Guides", "Reference", "Background"]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.name != "keys.md"]  # generated
 
@@ -153,4 +154,5 @@ def test_the_site_is_built(tmp_path):
     for file in tmp_path.rglob("*.html"):
         assert not loaded.findall(file.read_text()), file.name
     start = (tmp_path / "README.html").read_text()
+    assert re.findall(r'"caption-text">(.*?)<', start) == GROUPS
     assert all(f'href="docs/{path.stem}.html"' in start for path in PAGES[2:])
