@@ -281,10 +281,17 @@ def launch(
 @app.command("list")
 def list_plugins(
     name: Annotated[
-        str | None, Argument(help="Show this plug-in with its options, or this table's keys.")
+        str | None,
+        Argument(help="Show this plug-in with its options, this table's keys, or `runs`."),
     ] = None,
+    folder: Annotated[Path, Argument(help="Folder with runs, for `tba list runs`.")] = Path("runs"),
 ) -> None:
-    """List the plug-ins and the config's tables; with a name, its options or keys."""
+    """List the plug-ins and the config's tables; with a name, its options or keys; or runs."""
+    if name == "runs":
+        from tba.runs.state import table_of
+
+        print(printable("\n".join(table_of(folder))))
+        return
     tables = {each: inner_table(field) for each, field in Config.model_fields.items()}
     known = [*KINDS, *(each for kind in KINDS for each in names(kind)), *tables]
     if name is not None and name not in known:

@@ -17,6 +17,7 @@ from tba.report.page import MODES, duration, fitted, measures_of, names, score, 
 from tba.runs import log
 from tba.runs.log import Row, flat, read, read_optional, read_warnings
 from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
+from tba.runs.state import state_of
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Columns that the chart of rewards is drawn over, and their names on the switch."""
@@ -346,7 +347,7 @@ def _totals(path: Path, steps: pd.DataFrame) -> Row:
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
     seconds = steps["time"].diff().fillna(1e-9)  # that of the first step has the first fill
     waits = {name: np.average(steps[metric], weights=seconds) for name, metric in WAITS.items()}
-    return {**newest, **waits, "seconds": newest["time"], "status": "unfinished"}
+    return {**newest, **waits, "seconds": newest["time"], "status": state_of(path).text}
 
 
 def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:

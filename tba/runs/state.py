@@ -1,0 +1,125 @@
+"""State of a run, from its folder: whether it is running, how far it is, and its score."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from filelock import FileLock, Timeout
+
+from tba.runs.log import (
+    CONFIG,
+    LOCK,
+    METRICS,
+    SUMMARY,
+    is_run,
+    read,
+    read_evaluations,
+    read_optional,
+)
+
+RATE = 50
+"""Steps from which the time that is left is estimated."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """How far a run is. `running`: a process has the folder's lock. `crashed`: none has it, and
+    the run has written no summary since its newest step.
+    """
+
+    kind: Literal["running", "finished", "stopped", "crashed"]
+    step: int
+    steps: int
+    """`run.steps`; 0 if the run is as long as `run.epochs` says."""
+    age: float
+    """Seconds since the newest metrics were written."""
+    left: float | None
+    """Seconds to the last step at the pace of the latest ones; None unless it is running."""
+    score: float | None
+    stderr: float | None
+    """Sampled pass@1, or else the reward, of the latest evaluation, and its standard error."""
+
+    @property
+    def text(self) -> str:
+        """The kind; of a running run also when it was last written to, and the time left."""
+        if self.kind != "running":
+            return self.kind
+        left = "" if self.left is None else f", {duration(self.left)} left"
+        return f"running, last written {duration(self.age)} ago{left}"
+
+
+def state_of(run: Path) -> RunState:
+    """Return the state of a run."""
+    metrics = read(run / METRICS)
+    rows = [row for row in metrics if "step_time" in row]
+    step = int(rows[-1]["step"]) if rows else 0
+    config = read_optional(run / CONFIG) or {}
+    steps = int(config.get("run", {}).get("steps", 0))
+    summary = read_optional(run / SUMMARY)
+    kind: Literal["running", "finished", "stopped", "crashed"] = "crashed"
+    left = None
+    if _is_locked(run):
+        kind = "running"
+        latest = rows[-RATE:]
+        if len(latest) > 1 and steps:
+            each = (latest[-1]["time"] - latest[0]["time"]) / (len(latest) - 1)
+            left = each * (steps - step)
+    elif summary is not None and summary["steps"] == step:
+        kind = "finished" if summary["finished"] else "stopped"
+    file = run / METRICS
+    age = time.time() - file.stat().st_mtime if file.is_file() else 0.0
+    evaluations = read_evaluations(run)
+    newest = evaluations[-1] if evaluations else {}
+    score = newest.get("sampled_pass@1", newest.get("sampled_reward"))
+    return RunState(kind, step, steps, age, left, score, newest.get("stderr"))
+
+
+def runs_in(folder: Path) -> Iterator[Path]:
+    """Yield the runs in a folder and in its folders, by name."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if is_run(path) or (path / LOCK).exists():  # it may not have begun to train
+                yield path
+            else:
+                yield from runs_in(path)
+
+
+def table_of(folder: Path) -> list[str]:
+    """Return a line for each run in a folder, the newest last; ValueError if there is none."""
+    if not folder.is_dir():
+        raise ValueError(f"no such folder: {folder}; type `tba list runs FOLDER`")
+    states = [(str(run.relative_to(folder)), state_of(run)) for run in runs_in(folder)]
+    if not states:
+        raise ValueError(f"no run in {folder}; `tba train` writes runs into the folder `runs`")
+    width = max(len(name) for name, _ in states)
+    lines = [f"{'run':<{width}}  {'state':<8}  {'step':>15}  {'score ± s.e.':>13}  age"]
+    for name, state in sorted(states, key=lambda each: -each[1].age):
+        of = f"{state.step:,}/{state.steps:,}" if state.steps else f"{state.step:,}"
+        score = "" if state.score is None else f"{state.score:.3f} ± {state.stderr:.3f}"
+        left = "" if state.left is None else f", {duration(state.left)} left"
+        row = f"{name:<{width}}  {state.kind:<8}  {of:>15}  {score:>13}  {duration(state.age)}"
+        lines.append(row + left)
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit, such as `4 s`, `12 min`, `3.5 h` or `2.1 d`."""
+    for unit, size, form in (("d", 86400, ".1f"), ("h", 3600, ".1f"), ("min", 60, ".0f")):
+        if seconds >= size:
+            return f"{seconds / size:{form}} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _is_locked(run: Path) -> bool:
+    """Return whether a process has the lock of a folder, which is not created."""
+    if not (run / LOCK).exists():
+        return False
+    try:
+        with FileLock(run / LOCK, thread_local=False).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # not ours to lock
+        return False
