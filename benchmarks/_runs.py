@@ -36,17 +36,22 @@ BASE: dict[Side, tuple[str, ...]] = {
         "strategy.reward=0.0",
         "runtime.concurrent_searches=1",
     ),
-    "synchronous": (*OURS, "objective.tapered=false", "strategy=recent"),
+    "synchronous": (*OURS, "objective.taper=none", "strategy=recent"),
     "trl": (),
 }
-FULL = ("objective.tapered=true", "runtime.prompts_per_task=4")
+FULL = ("objective.taper=residual", "runtime.prompts_per_task=4")
 """Further settings of the asynchronous side without LoRA: fewer prompts in a task, less lag."""
-LORA = ("policy.lora.r=16", "policy.lora.alpha=32", "objective.tapered=true")
+LORA = ("policy.lora.r=16", "policy.lora.alpha=32", "objective.taper=residual")
 SPEED_ONLY = (
     "attn_implementation", "per_device_train_batch_size", "gradient_accumulation_steps", "memory",
 )  # fmt: skip
 SAME_SPEED = 1.2
 """Largest ratio of the machine's speeds at which runs are compared without a remark."""
+RENAMED = {
+    "objective.tapered=true": "objective.taper=residual",
+    "objective.tapered=false": "objective.taper=none",
+}
+"""Options of earlier runs, by the names that they had."""
 IDENTITY = ("side", "rate", "seed", "lora", "latency", "options")
 
 
@@ -177,7 +182,10 @@ def evaluate(
 def read_runs(path: Path = RUNS) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    for run in runs:
+        run["options"] = [RENAMED.get(option, option) for option in run["options"]]
+    return runs
 
 
 def reference_runs(

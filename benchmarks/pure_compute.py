@@ -33,7 +33,7 @@ MARGIN = 4.0
 """Seconds that a run of the search may take more than the best one so far took to the goal."""
 SEEDS = 3
 SECONDS: dict[Side, float] = {"asynchronous": 60.0, "synchronous": 60.0, "trl": 90.0}
-TB = ("objective=tb", "objective.beta=0.05", "objective.tapered=true")
+TB = ("objective=tb", "objective.beta=0.05", "objective.taper=residual")
 RECENT = ("strategy.recent=0.9", "strategy.reward=0.0", "runtime.concurrent_searches=1")
 CASES: dict[str, tuple[Side, tuple[str, ...]]] = {
     "tb": ("asynchronous", (*TB, *RECENT)),
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Side, tuple[str, ...]]] = {
 }
 VARIANTS = {
     "tb": (
-        ("objective.tapered=false",),
+        ("objective.taper=none",),
         ("objective.beta=0.02",),
         ("strategy.recent=1.0",),
     ),

@@ -98,6 +98,7 @@ class Run:
             config=c,
             rows=log.read(self.folder / log.METRICS),
             given=log.read_warnings(self.folder),
+            learns_from_equal=self.parts.objective.at(0).learns_from_equal_rewards,
         )
         self.step = progress.step  # optimizer steps done
         self.began = progress.step  # at which this session has begun

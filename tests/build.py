@@ -583,11 +583,19 @@ def counted(counts: list[int], logits: Tensor, ref: Tensor, reward: Tensor) -> t
 
     Means over it are expectations under the policy that samples so often.
     """
-    index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None, :, None]
-    ones = torch.ones(1, 1)
-    sampled = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).log()[index]
+    answers = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[None]
+    sampled = (torch.tensor(counts, dtype=torch.float64) / sum(counts)).log()[answers][..., None]
+    return grouped(answers, logits, ref, reward, sampled)
+
+
+def grouped(
+    answers: Tensor, logits: Tensor, ref: Tensor, reward: Tensor, behavior_logp: Tensor
+) -> tuple[Tensor, Batch]:
+    """Return groups [B K] of answers of one token each, and their log-probs."""
+    index = answers[..., None]
+    ones = torch.ones(len(answers), 1)
     marks = torch.ones_like(index).bool(), torch.zeros_like(index).bool()
-    of_rows = sampled, ref.log()[index], reward[index[..., 0]], torch.zeros(index.shape)
+    of_rows = behavior_logp, ref.log()[index], reward[answers], torch.zeros(index.shape)
     batch = Batch(ones.long(), ones.bool(), index, *marks, *of_rows)
     return logits.log_softmax(0)[index], batch
 

@@ -339,8 +339,28 @@ def test_objective_survives_equal_rewards(objective, batch, logp, head):
     assert all(tensor.isfinite().all() for tensor in (loss, *gradients(loss.sum(), logp, head)))
 
 
+WITHOUT_KL = [(name, {"beta": 0.0}) for name in ("grpo", "ppo", "proximal_rloo", "rloo", "vineppo")]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((n, {}) for n in names("objectives")), *WITHOUT_KL]
+)
+def test_objective_states_whether_it_learns_from_equal_rewards(name, options, batch, logp):
+    """A KL as a separate loss aside, which has a gradient wherever pi is not the reference."""
+    if name in ("grpo", "vineppo") and not options:
+        return
+    objective: Any = resolve("objectives", "objective", name, options).at(0)
+    ones = torch.ones_like(logp).detach()  # values that leave no advantage
+    equal = replace(batch, reward=torch.ones_like(batch.reward), value=ones)
+    head = torch.zeros(len(batch)) if name == "tb_learned_z" else ones
+    loss, _ = call(objective, logp, equal, head if objective.head else None)
+    learns = gradients(loss.sum(), logp, None)[0].abs().max() > 1e-9
+    assert objective.learns_from_equal_rewards == learns
+
+
 OTHER_OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("tb", {"importance_cap": 2.0}), ("tb", {"tapered": False}),
+    ("tb", {"importance_cap": 2.0}), ("tb", {"taper": "none"}),
+    ("tb", {"taper": "reward"}), ("tb_learned_z", {"taper": "none"}),
     ("tba_prime", {"importance": "none"}), ("rloo", {"beta": 0.0}),
     ("rloo", {"beta": 0.0, "importance": "token"}), ("proximal_rloo", {"beta": 0.0}),
 ]  # fmt: skip
@@ -363,7 +383,8 @@ def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
         loss, _ = call(objective, logp, one, head if objective.head else None)
         results.append((loss.detach(), gradients(loss.sum(), logp, None)[0]))
     changes = not all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    tapers = getattr(objective, "tapers", False)  # any weights above 0 have the same optimum
+    plain = options.get("taper") == "none" or "importance_cap" in options
+    tapers = name in ("tb", "tb_learned_z") and not plain  # whatever the weights, same optimum
     assert (objective.needs_behavior or tapers) == changes
 
 

@@ -36,7 +36,7 @@ LIMIT = 0.02
 
 def by_tb(model: Path, folder: Path, *settings: str) -> Config:
     """Return a config of the paper's loss, which is nearer to the optimum after so few steps."""
-    return toy_config(model, folder, f"objective.beta={BETA}", "objective.tapered=false", *settings)
+    return toy_config(model, folder, f"objective.beta={BETA}", "objective.taper=none", *settings)
 
 
 def distance_after_run(config: Config) -> float:
@@ -45,9 +45,12 @@ def distance_after_run(config: Config) -> float:
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
-@pytest.mark.parametrize("tapered", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path, tapered):
-    old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.tapered={tapered}")
+SLOW = [pytest.param(taper, marks=pytest.mark.slow) for taper in ("residual", "reward")]
+
+
+@pytest.mark.parametrize("taper", ["none", *SLOW])
+def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path, taper):
+    old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.taper={taper}")
     config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=100")
     assert distance_after_run(config) < LIMIT
     rows = read(tmp_path / "run" / METRICS)

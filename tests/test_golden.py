@@ -32,7 +32,8 @@ SETTINGS = (
 LATER = {"grpo": 3e-2}
 """Tolerance of the steps after the first, where it is not 1e-3."""
 OPTIONS = {
-    "tb": ("objective.tapered=false",),
+    "tb": ("objective.taper=none",),
+    "tb_learned_z": ("objective.taper=none",),
     "vineppo": ("objective.step_tokens=2",),
     "ppo": ("objective.value_coefficient=0.5",),
 }

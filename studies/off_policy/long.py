@@ -135,7 +135,7 @@ OTHERS = brief(
     objectives={
         name: {"objective.use": name, **options}
         for name, options in {
-            "tb_learned_z": {"objective.beta": 0.1},
+            "tb_learned_z": {"objective.beta": 0.1, "objective.taper": "none"},
             "proximal_rloo": {},
             "vineppo": {
                 "objective.rollouts": 9,

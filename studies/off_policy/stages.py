@@ -17,8 +17,8 @@ from experiment import Experiment
 
 DOCS = Path(__file__).parents[2] / "docs"
 OBJECTIVES = {
-    "tb": {"objective.use": "tb", "objective.beta": 0.1, "objective.tapered": False},
-    "tb tapered": {"objective.use": "tb", "objective.beta": 0.1, "objective.tapered": True},
+    "tb": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "none"},
+    "tb tapered": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "residual"},
     "tba_prime": {"objective.use": "tba_prime", "objective.beta": 0.1},
     "rloo": {"objective.use": "rloo", "objective.beta": 0.1},
     "grpo": {"objective.use": "grpo", "objective.beta": 0.04},

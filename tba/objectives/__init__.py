@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tba.prompt import passes
@@ -21,6 +21,8 @@ Loss = tuple[PerGroup, dict[str, PerGroup]]
 """One loss per group, and metrics by name with one number per group."""
 
 Importance = Literal["none", "token", "sequence"]
+Taper = Literal["reward", "residual", "none"]
+"""Which responses of trajectory balance have the weight min(pi / mu, 1): see `tapered`."""
 LARGEST = 20.0
 """Bound on log-ratios before exponentiation: e^20 is large enough, and finite."""
 
@@ -74,6 +76,20 @@ class Objective:
         Settings that change the distribution of the samples, such as `sampling.top_p`, are then
         refused.
         """
+        return False
+
+    @property
+    def needs_own_samples(self) -> bool:
+        """Return whether the optimum depends on who sampled, with the objective's options.
+
+        It is the right one on samples of the policy itself, also of earlier steps. Settings that
+        add others, or change the distribution of the samples, are then refused.
+        """
+        return False
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """Return whether a group of equal rewards has a gradient, KL as a separate loss aside."""
         return False
 
     @property
@@ -149,6 +165,27 @@ def importance(kind: Importance, logp: PerToken, batch: Batch, cap: float) -> Pe
     if kind == "sequence":
         change = change.sum(-1, keepdim=True).expand_as(change)
     return ratio(change).clamp(max=cap)
+
+
+def better(reward: PerResponse) -> Bool[Tensor, "B K"]:
+    """Return which responses have a reward above the mean of their group, apart from rounding."""
+    return ~passes(reward.mean(1, keepdim=True), reward)
+
+
+def tapered(taper: Taper, error: PerResponse, logp: PerToken, batch: Batch) -> PerResponse:
+    """Return the weights of the errors beta (log pi - log ref) - r + beta log Z, without gradient.
+
+    The weight is min(pi / mu, 1) of the response where `taper` says so, and 1 elsewhere:
+
+    - `residual`: where the error is above 0, so that the response is pushed down,
+    - `reward`: there, and where the reward is not above the mean of the group,
+    - `none`: nowhere.
+    """
+    if taper == "none":
+        return torch.ones_like(error)
+    pulls = error <= 0
+    whole = pulls & better(batch.reward) if taper == "reward" else pulls
+    return torch.where(whole, 1.0, importance("sequence", logp, batch, cap=1.0)[..., 0])
 
 
 def kl_k3(logp: PerToken, batch: Batch) -> PerToken:

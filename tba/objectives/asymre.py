@@ -20,6 +20,8 @@ class AsymRe(Objective):
     shift: float = -0.1
     """Difference of the baseline from the mean reward, in units of reward; below 0 off policy."""
 
+    learns_from_equal_rewards = True
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = centred(batch.reward) - self.shift
         return -(advantage * total(logp, batch)).mean(1), {}

@@ -28,6 +28,7 @@ class Oapl(Objective):
     """
 
     needs_behavior = True
+    learns_from_equal_rewards = True
     beta: PositiveFloat = 1e-3
     """Temperature of the target relative to mu: smaller values weigh the reward more."""
     value_beta: PositiveFloat = 1.0

@@ -55,6 +55,10 @@ class Ppo(Objective):
     def head(self) -> Head:
         return Head("response", self.head_learning_rate)
 
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        return self.beta != 0
+
     def __call__(self, logp: PerToken, batch: Batch, head: PerToken) -> Loss:
         value = head.detach()
         advantage = self.advantages(value, batch)

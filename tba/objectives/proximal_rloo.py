@@ -22,6 +22,10 @@ class ProximalRloo(Objective):
     clip: PositiveFloat = 0.2
     """Clip ratios to [1 - clip, 1 + clip]."""
 
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        return self.beta != 0
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = leave_one_out(batch, self.beta)
         rho = ratio(log_ratio(logp, batch).sum(-1))

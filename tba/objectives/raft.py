@@ -20,6 +20,8 @@ class Raft(Objective):
     threshold: float = 0.5
     """Lowest reward of a good response."""
 
+    learns_from_equal_rewards = True
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         accepted = passes(batch.reward, self.threshold).float()
         loss = -(accepted * total(logp, batch)).mean(1)

@@ -30,6 +30,10 @@ class Rloo(Objective):
     def needs_behavior(self) -> bool:
         return self.beta != 0 or self.importance != "none"
 
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        return self.beta != 0
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = leave_one_out(batch, self.beta)
         weight = importance(self.importance, logp, batch, self.importance_cap)

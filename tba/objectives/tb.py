@@ -1,9 +1,11 @@
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from tba.config.tables import PositiveFloat
+from tba.config.tables import PositiveFloat, Share
 from tba.objectives import (
     Importance,
     Loss,
@@ -11,7 +13,10 @@ from tba.objectives import (
     PerGroup,
     PerResponse,
     PerToken,
+    Taper,
+    better,
     importance,
+    tapered,
     total,
 )
 from tba.types import Batch
@@ -26,20 +31,31 @@ STEADY = (0.5, 1.25)
 class TrajectoryBalance(Objective):
     """Trajectory balance: pulls pi(y|x) towards ref(y|x) exp(r(x, y) / beta) / Z(x).
 
-        loss[b]    = (1 / 2 beta) mean_j (beta (log pi - log ref)_j - r_j + beta log Z)^2
+        loss[b]    = (1 / 2 beta) mean_j w_j (beta (log pi - log ref)_j - r_j + beta log Z)^2
         beta log Z = mean_j (r_j - beta (log pi - log ref)_j), without gradient (VarGrad)
 
     The optimum does not depend on which policy generated the data. The loss is in units of reward,
     so that the learning rate does not depend on beta.
 
-    With `tapered`, the default, responses whose probability is lowered (the term in the square is
-    above 0) have weight min(pi / mu, 1). The optimum is the same, and so is the loss on policy.
-    Without it, as in the paper, responses that have become unlikely since they were sampled are
-    pushed down as hard as others, and training at a high learning rate oscillates even at a lag of
-    4 (docs/results.md). Since any weights above 0 have this optimum, mu need not be exact.
+    `taper` chooses the weights w, which have no gradient. Any weights above 0 have this optimum,
+    and may depend on everything in the group: so mu need not be exact. With weights of 1, `none`,
+    as in the paper, responses that have become unlikely since they were sampled are pushed down as
+    hard as others, and training at a high learning rate oscillates even at a lag of 4
+    (docs/results.md). With `residual`, responses whose probability is lowered (the term in the
+    square is above 0) have weight min(pi / mu, 1). With `reward`, so have others whose reward is
+    not above the mean of the group: a bad response that has become unlikely is hardly pulled up
+    again. Then log Z is the mean of min(r_j - beta (log pi - log ref)_j, m), where m is the largest
+    such term of the responses with a reward above the mean, if there are any: bad responses that
+    are far less likely than under the reference would otherwise lift log Z above the good ones. On
+    policy, all weights are 1.
 
     With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
     corrects for lag. Trajectory balance does not need it; it is there for comparison.
+
+    `shift` s lowers the baseline: s times the mean reward of the group's other responses is
+    subtracted from the term in the square. On the policy's own samples, a bounded number of steps
+    old, the optimum is the same; on other samples, it is another one while s is not 0. It is meant
+    for rewards of 0 and 1: groups whose responses are all right then raise them, as in `raft`.
 
     `gamma` and `tau` temper the target, which is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z, as
     for red-teaming (arXiv 2405.18540): in the loss, log ref is divided by gamma tau, r by tau.
@@ -55,14 +71,20 @@ class TrajectoryBalance(Objective):
     alpha = 1 and forward KL, which covers all modes, at alpha = 0.
 
     Trajectory Balance with Asynchrony (arXiv 2503.18929), equations 3-5; VarGrad: arXiv 2010.10436;
-    tapered weights, there for the sign of the reward: TOPR (arXiv 2503.14286).
+    weights by the sign of the reward: TOPR (arXiv 2503.14286). Why the optimum stays:
+    docs/algorithms.md.
     """
 
     beta: PositiveFloat = 0.05
-    """Temperature of the target: smaller values weigh the reward more."""
-    tapered: bool | None = None
-    """Weigh responses that are pushed down by min(pi / mu, 1); default: true, unless
-    `importance_cap` or `alpha` is given. false: the loss of the paper."""
+    """Temperature of the target: smaller values weigh the reward more, larger ones keep more of the
+    reference's spread."""
+    taper: Taper | None = None
+    """Which responses weigh min(pi / mu, 1). residual: those that are pushed down; reward: also
+    those whose reward is not above the group's mean; none: the loss of the paper. Default:
+    reward, or none if `importance_cap` or `alpha` is given."""
+    shift: Share = 0.0
+    """Subtract this times the mean reward of the group's other responses from the baseline; for
+    rewards of 0 and 1 and samples of the policy itself. It may follow a schedule that ends at 0."""
     importance_cap: PositiveFloat | None = None
     """Upper bound of the importance weights; default: no weights."""
     gamma: PositiveFloat = 1.0
@@ -72,12 +94,17 @@ class TrajectoryBalance(Objective):
     alpha: float = 1.0
     """1: squared loss. Below 1, improbable good responses weigh more; above, probable bad ones."""
 
+    learns_from_equal_rewards = True
+
     def __post_init__(self) -> None:
-        if [self.tapered, self.importance_cap is not None, self.alpha != 1].count(True) > 1:
+        weighs = self.taper in ("reward", "residual")
+        if [weighs, self.importance_cap is not None, self.alpha != 1].count(True) > 1:
             raise ValueError(
-                "objective.tapered, objective.importance_cap and objective.alpha exclude each"
+                "objective.taper, objective.importance_cap and objective.alpha exclude each"
                 " other; give one of them"
             )
+        if self.shift and self.alpha != 1:
+            raise ValueError("objective.shift is for the squared loss; remove objective.alpha")
 
     @property
     def warning(self) -> str | None:
@@ -90,32 +117,48 @@ class TrajectoryBalance(Objective):
         )
 
     @property
-    def tapers(self) -> bool:
-        """Return whether the loss is tapered, by the option or by default."""
+    def tapers_by(self) -> Taper:
+        """Return how the loss tapers, by the option or by default."""
         by_default = self.importance_cap is None and self.alpha == 1
-        return by_default if self.tapered is None else self.tapered
+        return self.taper or ("reward" if by_default else "none")
 
     @property
     def needs_behavior(self) -> bool:
         return self.importance_cap is not None
 
+    @property
+    def needs_own_samples(self) -> bool:
+        return self.shift > 0
+
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         kl = total(logp - batch.ref_logp / (self.gamma * self.tau), batch)
-        residual = self.beta * kl - batch.reward / self.tau
+        reward = batch.reward / self.tau
+        residual = self.beta * kl - reward
         if abs(self.alpha - 1) > SQUARED:
             loss, log_z = self._by_divergence(residual)
             return loss, {"tb/log_z": log_z / self.beta}
         kind: Importance = "none" if self.importance_cap is None else "sequence"
         weight = importance(kind, logp, batch, self.importance_cap or 1.0)[..., 0]
         # beta log Z: live policy, this group, no gradient
-        weighted = (weight * residual.detach()).sum(1, keepdim=True)
-        log_z = -weighted / weight.sum(1, keepdim=True)
+        log_z = self._log_z(-residual.detach(), weight, batch)
         error = residual + log_z
-        if self.tapers:
-            share = importance("sequence", logp, batch, cap=1.0)[..., 0]
-            weight = torch.where(error > 0, share, 1.0)
+        weight = weight * tapered(self.tapers_by, error, logp, batch)
+        metrics = {"tb/log_z": log_z.squeeze(1) / self.beta}
+        if self.shift:
+            others = (reward.sum(1, keepdim=True) - reward) / (batch.samples - 1)
+            error = error - self.shift * others
+            is_graded = (batch.reward != 0) & (batch.reward != 1)
+            metrics["tb/graded"] = is_graded.float().mean(1)
         loss = (weight * error.square()).mean(1) / (2 * self.beta)
-        return loss, {"tb/log_z": log_z.squeeze(1) / self.beta}
+        return loss, metrics
+
+    def _log_z(self, value: PerResponse, weight: PerResponse, batch: Batch) -> Float[Tensor, "B 1"]:
+        """Return beta log Z of each group from r - beta (log pi - log ref) of its responses."""
+        if self.tapers_by == "reward":
+            is_better = better(batch.reward)
+            best = value.masked_fill(~is_better, -inf).amax(1, keepdim=True)
+            value = torch.where(is_better.any(1, keepdim=True), value.clamp(max=best), value)
+        return (weight * value).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
 
     def _by_divergence(self, residual: PerResponse) -> tuple[PerGroup, PerGroup]:
         """Return the loss with `alpha`, and beta log Z, from residuals without log Z."""

@@ -38,6 +38,8 @@ class TBAPrime(Objective):
     importance_cap: PositiveFloat = 8.0
     """Upper bound of the importance weights."""
 
+    learns_from_equal_rewards = True
+
     @property
     def needs_behavior(self) -> bool:
         return self.importance != "none"

@@ -311,19 +311,26 @@ def _check_objective(config: Config, objective: Plugin) -> None:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
-    for told in {objective.at(step).warning for step in (0, config.run.steps)} - {None}:
+    ends = [objective.at(step) for step in (0, config.run.steps)]
+    for told in {end.warning for end in ends} - {None}:
         log.warning(told)
-    if not needs_behavior(config, objective):
-        return
     c = config
     others = {"sampling.explore": c.sampling.explore, "replay.rollouts": c.replay.rollouts}
     refused = [f"sampling.{name}" for name in c.sampling.reshaped]
     refused += [key for key, value in others.items() if value is not None]
-    if refused:
+    if refused and needs_behavior(config, objective):
         raise ValueError(
             f"{' and '.join(refused)} does not work with objective.use = {config.objective.use!r},"
             " which needs the exact log-probs of the policy that sampled: they are not known then;"
             " remove it, or use objective=tb without objective.importance_cap"
+        )
+    mixes = c.strategy.use == "mixture" and c.strategy.options["recent"] < 1
+    if c.strategy.use == "reward" or (mixes and c.strategy.options["reward"] > 0):
+        refused.append("replay by reward (strategy.reward above 0)")
+    if refused and any(end.needs_own_samples for end in ends):
+        raise ValueError(
+            f"{' and '.join(refused)} does not work with objective.shift, which has the right"
+            " optimum on samples of the policy itself only; remove one of the two"
         )
 
 

@@ -15,6 +15,7 @@ FIRST = 50
 SMALL_KL = 0.01
 """KL in nats per token that is small, whatever it was at first."""
 KL = "kl/k3"  # a metric of every training step, and of no evaluation
+GRADED = "tb/graded"  # a metric of steps with objective.shift
 
 MOST_EQUAL = 0.5
 """Share of the groups that may have equal rewards."""
@@ -38,6 +39,7 @@ class Warnings:
     """Compares the metrics of a run with thresholds; each warns once.
 
     A resumed run has the `rows` of its metrics so far, and the warnings that were `given`, by key.
+    `learns_from_equal` says whether groups of equal rewards have a gradient.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Warnings:
         config: Config,
         rows: Sequence[Mapping[str, float | None]] = (),
         given: Mapping[str, str] | None = None,
+        learns_from_equal: bool = False,
     ):
         self._given = dict(given or {})
+        self._learns_from_equal = learns_from_equal
         self._config = config
         self._steps = deque[Mapping[str, float | None]](maxlen=STEPS + 1)
         self._first_kl: list[float] = []
@@ -123,13 +127,22 @@ class Warnings:
             for name in ("frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess")
         )
         if equal > MOST_EQUAL:
+            solved = "choose harder prompts, or selection=difficulty"
+            if self._learns_from_equal:
+                use = self._config.objective.use
+                solved = f"leave it: objective.use = {use} learns from such groups, too"
             yield (
                 "equal_rewards",
                 f"{equal:.0%} of the groups have equal rewards, which do not tell better responses"
                 f" from worse (more than {MOST_EQUAL:.0%}): read some"
                 " completions; if nothing is solved yet, choose easier prompts, reward partial"
-                " answers, or raise sampling.samples; if everything is, choose harder prompts, or"
-                " selection=difficulty",
+                f" answers, or raise sampling.samples; if everything is, {solved}",
+            )
+        if graded := fmean(row.get(GRADED) or 0.0 for row in recent):
+            yield (
+                "graded",
+                f"{graded:.0%} of the rewards are neither 0 nor 1, for which objective.shift is"
+                " made: with others it can favour bad responses; set objective.shift=0",
             )
         if cut_off > MOST_CUT_OFF:
             yield (

@@ -59,6 +59,11 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "ppo", {"bta": 0.1},
         "objective.bta: 'ppo' has no such option; did you mean 'beta'?; `tba list ppo` lists all",
     ),
+    "an option of an earlier version": (
+        "objectives", "tb", {"tapered": True},
+        "objective.tapered: 'tb' has no such option: it is gone; true is objective.taper=residual,"
+        " false is objective.taper=none",
+    ),
     "an option by its name in TRL": (
         "objectives", "grpo", {"epsilon_high": 0.3},
         "objective.epsilon_high: 'grpo' has no such option: epsilon_high is objective.clip_high"

@@ -96,6 +96,25 @@ def test_objectives_that_compare_with_the_sampling_policy_refuse_them(
         check(toy_config(tiny_model, tmp_path, setting, objective))
 
 
+def test_a_shift_refuses_samples_of_other_policies(toy_model, tmp_path):
+    """Whatever adds them or changes how they are drawn, while the shift is not 0."""
+    foreign = {
+        "sampling.top_p=0.9": "sampling.top_p",
+        "sampling.explore=[0.5, 2.0]": "sampling.explore",
+        "replay.rollouts=rollouts.jsonl": "replay.rollouts",
+        "strategy=reward": "replay by reward",
+        "strategy=mixture": "replay by reward",
+    }
+    falling = "objective.shift={start=0.5, end=0.0, steps=9}"
+    for setting, name in foreign.items():
+        for shift in ("objective.shift=0.5", falling):
+            told = rf"{name}.* does not work with objective\.shift, which"
+            with pytest.raises(ValueError, match=told):
+                check(toy_config(toy_model, tmp_path, "strategy=recent", setting, shift))
+    for strategy in (["strategy=recent"], ["strategy=mixture", "strategy.reward=0.0"]):
+        check(toy_config(toy_model, tmp_path, *strategy, falling))
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_vllm_needs_temperature_1(name):
     setting = f"sampling.{name}={SETTINGS[name]}"

@@ -173,7 +173,7 @@ def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch):
 
 def test_a_learned_log_z_finds_the_groups_own(batch):
     """With a fixed policy, the head of `tb_learned_z` ends at VarGrad's log Z of each prompt."""
-    plugin = resolve("objectives", "objective", "tb_learned_z", {})
+    plugin = resolve("objectives", "objective", "tb_learned_z", {"taper": "none"})
     policy = Policy(make("llama"), 0.7, head=Head("prompt", 1.0))
     t = wrapped(policy, plugin, 150, learning_rate=1e-30, schedule="linear")
     own = by_vargrad(batch, policy)

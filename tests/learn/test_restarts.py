@@ -227,7 +227,7 @@ def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], spli
         with torch.no_grad():
             logp = policy(batch).logp
         batches.append(replace(batch, ref_logp=logp, behavior_logp=logp))
-    loss_of = TrajectoryBalance(beta=BETA, tapered=False)
+    loss_of = TrajectoryBalance(beta=BETA, taper="none")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
     for _ in range(STEPS):
@@ -298,7 +298,7 @@ def test_on_policy_a_context_that_forgets_ends_at_the_best_that_it_can(tmp_path)
     best = best_without_memory(ref_one, ref_two, rewards)
     pairs = zip(group.trajectories, every, strict=True)
     referred = [replace(t, ref_logp=row.numpy()) for t, row in pairs]
-    loss_of = TrajectoryBalance(beta=BETA, tapered=False)
+    loss_of = TrajectoryBalance(beta=BETA, taper="none")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
     rng = torch.Generator().manual_seed(1)

@@ -28,7 +28,7 @@ from hand import (
 from torch import Tensor
 
 from tba.config.plugins import check_options, find
-from tba.objectives import normalised
+from tba.objectives import normalised, tapered
 from tba.objectives.cispo import Cispo
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
@@ -60,7 +60,7 @@ def test_tb_by_hand():
         [[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 3]],
         [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2],
     )
-    objective = TrajectoryBalance(0.5, tapered=False)
+    objective = TrajectoryBalance(0.5, taper="none")
     check(solve(objective, *ragged()), loss, gradient)
     check(solve(objective, *drifted()), loss, gradient)  # whoever found the responses
     # mean(2 r - KL)
@@ -83,7 +83,7 @@ def test_tb_corrected_for_delay_by_hand():
     assert metric(objective, "tb/log_z", *drifted()) == pytest.approx([2 * p, 2 * q])
 
 
-@pytest.mark.parametrize("options", [{"importance_cap": 2.0}, {"tapered": True}])
+@pytest.mark.parametrize("options", [{"importance_cap": 2.0}, {"taper": "residual"}])
 def test_tb_with_weights_is_tb_on_policy(options):
     found = solve(TrajectoryBalance(0.3, **options), *on_policy())
     torch.testing.assert_close(found, solve(TrajectoryBalance(0.3), *on_policy()))
@@ -100,9 +100,57 @@ def test_tapered_tb_by_hand():
         [[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 12]],
         [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2],
     )
-    objective = TrajectoryBalance(0.5, tapered=True)
+    objective = TrajectoryBalance(0.5, taper="residual")
     check(solve(objective, *drifted()), loss, gradient)
     assert metric(objective, "tb/log_z", *drifted()) == pytest.approx([-1 / 3, 5 / 3])
+
+
+def unlikely() -> tuple[Tensor, Batch]:
+    """Return `drifted`, where the last response of the first group is e^-2 of the reference's."""
+    logp, batch = drifted()
+    ref = batch.ref_logp.clone()
+    ref[0, 2, 0] += 4
+    return logp, replace(batch, ref_logp=ref)
+
+
+def test_tb_tapered_by_the_reward_by_hand():
+    """r - KL / 2 is (1/2, 0, 1) and (1/2, 0, 2). Better than the mean are the first of the first
+    group, so that 1 counts as 1/2 in log Z, and the last of the second.
+
+    Of the responses to be raised, with A = (1/6, -1/3, 2/3) and (-1/3, -5/6, 7/6), the last of
+    the first group is no better one, and weighs .25; the last of the second weighs 1, not .35.
+    """
+    a = [[1 / 6, -1 / 3, 2 / 3], LEFT[1]]
+    loss = [(1 / 36 + 1 / 9 + 0.25 * 4 / 9) / 3, sum(x * x for x in a[1]) / 3]
+    gradient = per_token(
+        [[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 12]],
+        [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2],
+    )
+    objective = TrajectoryBalance(0.5, taper="reward")
+    check(solve(objective, *unlikely()), loss, gradient)
+    assert metric(objective, "tb/log_z", *unlikely()) == pytest.approx([2 / 3, 5 / 3])
+    # a better response that is pushed down tapers, too: r - KL / 2 is (1/2, 0, -1), r (1, 0, .9)
+    logp, batch = drifted()
+    reward = batch.reward.clone()
+    reward[0, 2] = 0.9
+    _, pushed = solve(objective, logp, replace(batch, reward=reward))
+    assert pushed[0, 2, 0].item() == pytest.approx(0.25 * (0.1 + (0.5 - 0.1) / 3) / 3)
+
+
+def test_tb_with_shift_by_hand():
+    """The other responses have mean rewards (0, 1/2, 1/2) and (5/4, 5/4, 1/2): half of them is
+    added to LEFT.
+    """
+    a = [[2 / 3, 1 / 6 + 1 / 4, 1 / 4 - 5 / 6], [5 / 8 - 1 / 3, 5 / 8 - 5 / 6, 1 / 4 + 7 / 6]]
+    loss = [sum(x * x for x in row) / 3 for row in a]
+    gradient = per_token(
+        [[-a[0][0] / 3] * 2, [-a[0][1] / 3] * 4, [-a[0][2] / 3]],
+        [[-a[1][0] / 3] * 3, [-a[1][1] / 3], [-a[1][2] / 3] * 2],
+    )
+    objective = TrajectoryBalance(0.5, taper="none", shift=0.5)
+    check(solve(objective, *drifted()), loss, gradient)
+    assert metric(objective, "tb/log_z", *drifted()) == pytest.approx([-1 / 3, 5 / 3])
+    assert metric(objective, "tb/graded", *drifted()) == [0.0, 1.0]
 
 
 def test_tb_learned_z_by_hand():
@@ -119,18 +167,40 @@ def test_tb_learned_z_by_hand():
     assert metric(objective, "tb/log_z", *ragged(), head) == [1.0, -1.0]
 
 
+@pytest.mark.parametrize(
+    ("taper", "log_z", "last"),
+    [("residual", 1.0, 0.25), ("residual", -4.0, 1.0), ("reward", -4.0, 0.25)],
+)
+def test_tapered_tb_learned_z_by_hand(taper, log_z, last):
+    """The weight of the last response of the first group, whose residual is 1.5 or -1; of the
+    others, it is 1. The weights are those of log Z, too.
+    """
+    objective = TrajectoryBalanceLearnedZ(0.5, taper=taper)
+    head = torch.tensor([log_z, -1.0], dtype=torch.float64)
+    own = [log_z / 2 - 0.5, log_z / 2, log_z / 2 + 1]
+    loss = [(own[0] ** 2 + own[1] ** 2 + last * own[2] ** 2) / 3, 7.5 / 3]
+    gradient = per_token(
+        [[own[0] / 3] * 2, [own[1] / 3] * 4, [last * own[2] / 3]],
+        [[-1 / 3] * 3, [-0.5 / 3], [-2.5 / 3] * 2],
+    )
+    check(solve(objective, *drifted(), head), loss, gradient)
+    pull = head_gradient(objective, *drifted(), head)
+    assert pull.tolist() == pytest.approx([(own[0] + own[1] + last * own[2]) / 3, -4 / 3])
+
+
 def test_tb_learned_z_at_the_groups_own_log_z_is_tb():
     logp, batch = drifted()
-    own = TrajectoryBalance(0.3, tapered=False)(logp, batch)[1]["tb/log_z"]
-    found = solve(TrajectoryBalanceLearnedZ(0.3), logp, batch, own)
-    torch.testing.assert_close(found, solve(TrajectoryBalance(0.3, tapered=False), logp, batch))
-    pull = head_gradient(TrajectoryBalanceLearnedZ(0.3), logp, batch, own)
+    own = TrajectoryBalance(0.3, taper="none")(logp, batch)[1]["tb/log_z"]
+    for taper in ("none", "residual"):
+        found = solve(TrajectoryBalanceLearnedZ(0.3, taper=taper), logp, batch, own)
+        torch.testing.assert_close(found, solve(TrajectoryBalance(0.3, taper=taper), logp, batch))
+    pull = head_gradient(TrajectoryBalanceLearnedZ(0.3, taper="none"), logp, batch, own)
     torch.testing.assert_close(pull, torch.zeros(2).double())  # there log Z stays
 
 
 def test_group_residual_has_mean_zero():
     logp, batch = ragged()
-    _, extras = TrajectoryBalance(beta=0.5)(logp, batch)
+    _, extras = TrajectoryBalance(beta=0.5, taper="residual")(logp, batch)
     residual = (
         0.5 * ((logp - batch.ref_logp) * batch.mask).sum(-1)
         - batch.reward
@@ -212,7 +282,7 @@ def test_tba_prime_clamps_each_token():
 
 def test_tba_prime_without_clamp_and_weights_is_tb_over_the_mean_length():
     """7 and 6 tokens of 3 responses."""
-    _, tb = solve(TrajectoryBalance(0.3, tapered=False), *drifted())
+    _, tb = solve(TrajectoryBalance(0.3, taper="none"), *drifted())
     _, prime = solve(TBAPrime(0.3, log_ratio_clamp=1e9, importance="none"), *drifted())
     torch.testing.assert_close(prime, tb / torch.tensor([7 / 3, 6 / 3])[:, None, None])
     _, free = solve(TBAPrime(1e-9, importance="none"), *on_policy())
@@ -472,7 +542,7 @@ def test_on_policy_tb_is_rloo_up_to_its_constant(beta):
     """RLOO's gradient is K / (K - 1) times TB's, whatever beta: that is why beta / 2 is in the
     loss.
     """
-    _, tb = solve(TrajectoryBalance(beta), *on_policy())
+    _, tb = solve(TrajectoryBalance(beta, taper="residual"), *on_policy())
     torch.testing.assert_close(solve(Rloo(beta), *on_policy())[1], tb * 3 / 2)
 
 
@@ -601,7 +671,8 @@ def test_on_policy_expectations(k):
     target = true_gradient(regularised())
     torch.testing.assert_close(expected_gradient(Rloo(BETA), k), target)
     torch.testing.assert_close(expected_gradient(ProximalRloo(BETA), k), target)
-    torch.testing.assert_close(expected_gradient(TrajectoryBalance(BETA), k), target * (k - 1) / k)
+    tb = TrajectoryBalance(BETA, taper="residual")
+    torch.testing.assert_close(expected_gradient(tb, k), target * (k - 1) / k)
     for log_z in (LOG_Z.item(), 0.0):
         found = expected_gradient(TrajectoryBalanceLearnedZ(BETA), k, head=log_z)
         torch.testing.assert_close(found, target)
@@ -659,7 +730,9 @@ def test_both_are_at_rest_at_the_target_whoever_samples():
     """
     star = REF.log() + REWARD / BETA - LOG_Z
     logp, batch = answers(torch.tensor(list(product(range(3), repeat=3))), star, MU)
-    options: list[dict[str, Any]] = [{"tapered": False}, {"importance_cap": 1.5}, {"tapered": True}]
+    options: list[dict[str, Any]] = [
+        {"taper": "none"}, {"taper": "residual"}, {"taper": "reward"}, {"importance_cap": 1.5},
+    ]  # fmt: skip
     for each in options:
         assert solve(TrajectoryBalance(BETA, **each), logp, batch)[1].abs().max() < 1e-12
     _, learned = solve(TrajectoryBalanceLearnedZ(BETA), logp, batch, LOG_Z.expand(27))
@@ -672,7 +745,7 @@ def test_both_are_at_rest_at_the_target_whoever_samples():
 
 
 SMOOTH = [
-    TrajectoryBalance(0.3, tapered=False), TrajectoryBalance(0.3, alpha=0.5), OnlineDpo(0.3),
+    TrajectoryBalance(0.3, taper="none"), TrajectoryBalance(0.3, alpha=0.5), OnlineDpo(0.3),
     Grpo(0.3), Grpo(0.3, clip_high=1.5), DrGrpo(0.3), ProximalRloo(0.3), VinePpo(0.3), Oapl(0.3),
     Gspo(),
 ]  # fmt: skip
@@ -685,12 +758,37 @@ def test_finite_differences(objective):
     assert torch.autograd.gradcheck(lambda x: objective(x, batch)[0], logp.clone().requires_grad_())
 
 
+@pytest.mark.parametrize("options", [{}, {"taper": "reward"}, {"taper": "reward", "shift": 0.3}])
+def test_finite_differences_with_weights(options):
+    """Weights and log Z have no gradient: the loss is that of the others, with both held fixed."""
+    logp, batch = moved()
+    objective = TrajectoryBalance(0.3, **options)
+    kl = ((logp - batch.ref_logp) * batch.mask).sum(-1)
+    log_z = objective(logp, batch)[1]["tb/log_z"][:, None]
+    others = (batch.reward.sum(1, keepdim=True) - batch.reward) / 2
+    error = 0.3 * (kl + log_z) - batch.reward
+    weight = tapered(objective.tapers_by, error, logp, batch)
+    assert (weight < 1).any()
+
+    def fixed(x: Tensor) -> Tensor:
+        error = 0.3 * (((x - batch.ref_logp) * batch.mask).sum(-1) + log_z) - batch.reward
+        return weight * (error - objective.shift * others).square() / 0.6
+
+    small = 1e-6
+    _, gradient = solve(objective, logp, batch)
+    for place in batch.mask.nonzero():
+        step = torch.zeros_like(logp)
+        step[tuple(place)] = small
+        slope = (fixed(logp + step) - fixed(logp - step)).mean(1).sum() / (2 * small)
+        torch.testing.assert_close(gradient[tuple(place)], slope, atol=1e-7, rtol=1e-6)
+
+
 def test_finite_differences_with_a_head():
     """PPO's head learns from a target that is held fixed, so that only log-probs can be varied."""
     logp, batch = moved()
     log_z = torch.tensor([0.7, -0.2], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda x, z: TrajectoryBalanceLearnedZ(0.3)(x, batch, z)[0],
+        lambda x, z: TrajectoryBalanceLearnedZ(0.3, taper="none")(x, batch, z)[0],
         (logp.clone().requires_grad_(), log_z),
     )
     assert torch.autograd.gradcheck(
@@ -713,7 +811,11 @@ def test_a_beta_without_a_target_is_refused(objective, beta):
 def test_other_options_without_a_sense_are_refused():
     refused: list[tuple[Any, dict[str, Any]]] = [
         (TrajectoryBalance, {"importance_cap": 0.0}),
-        (TrajectoryBalance, {"tapered": True, "importance_cap": 1.0}),
+        (TrajectoryBalance, {"taper": "residual", "importance_cap": 1.0}),
+        (TrajectoryBalance, {"shift": 0.5, "alpha": 0.5}),
+        (TrajectoryBalance, {"shift": -0.5}),
+        (TrajectoryBalance, {"shift": 1.5}),
+        (TrajectoryBalance, {"taper": "rewards"}),
         (TBAPrime, {"log_ratio_clamp": 0.0}),
         (TBAPrime, {"importance_cap": -1.0}),
         (Rloo, {"importance_cap": 0.0}),
@@ -739,8 +841,8 @@ def test_tapered_tb_hardly_pushes_down_what_is_already_unlearned():
     behavior = batch.behavior_logp.clone()
     behavior[0, 2] += 6
     stale = replace(batch, behavior_logp=behavior)
-    plain = solve(TrajectoryBalance(0.5, tapered=False), logp, stale)[1]
-    tapered = solve(TrajectoryBalance(0.5, tapered=True), logp, stale)[1]
+    plain = solve(TrajectoryBalance(0.5, taper="none"), logp, stale)[1]
+    tapered = solve(TrajectoryBalance(0.5, taper="residual"), logp, stale)[1]
     assert plain[0, 2].abs().max() > 0.2
     assert tapered[0, 2].abs().max() < 0.001
     torch.testing.assert_close(tapered[0, :2], plain[0, :2])

@@ -1,16 +1,18 @@
 """Where losses end, and what their gradients are on policy, by enumeration of all answers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from build import counted
+from build import counted, grouped
 from conftest import module_at
 from torch import Tensor
 
 from tba.objectives.oapl import Oapl
 from tba.objectives.tb import TrajectoryBalance
+from tba.objectives.tb_learned_z import TrajectoryBalanceLearnedZ
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = module_at(ROOT / "scripts" / "draw_fixed_value.py")
@@ -130,3 +132,84 @@ def test_the_page_has_the_figures_of_the_script():
     for name, value in SCRIPT.marked().items():
         low = SCRIPT.EXACT - value
         assert f"| {name} | {low:.3f} | {SCRIPT.distance(value):.3f} |" in page
+
+
+# Weights and baselines of trajectory balance, over all groups that can be drawn
+
+ANSWERS = 4
+BASE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+GROUPS = torch.cartesian_prod(*[torch.arange(ANSWERS)] * 3)
+REWARDS = {"right or wrong": [0.0, 1.0, 0.0, 1.0], "graded": [0.0, 1.0, 0.3, 0.6]}
+SAMPLERS = {
+    "uniform": [0.25, 0.25, 0.25, 0.25],
+    "the best answer mostly": [0.04, 0.8, 0.04, 0.12],
+    "the worst answer mostly": [0.85, 0.05, 0.05, 0.05],
+    "itself": None,
+    "itself, 8 steps ago": None,
+}
+
+
+def end(
+    objective: TrajectoryBalance | TrajectoryBalanceLearnedZ,
+    reward: Tensor,
+    sampler: str,
+    noise: float = 0.0,
+) -> Tensor:
+    """Return where steps on the expected loss of a group end; log Z of a head is free.
+
+    With `noise`, log mu is wrong by so many nats, in each group and response by another number.
+    """
+    logits = torch.tensor([0.0, -1.0, 0.5, -2.0], dtype=torch.float64)
+    errors = torch.randn(GROUPS.shape, generator=torch.Generator().manual_seed(0)).double()
+    log_z = torch.zeros(1, dtype=torch.float64)
+    history = [logits.softmax(0)]
+    for _ in range(20_000):
+        mu = history[0] if SAMPLERS[sampler] is None else torch.tensor(SAMPLERS[sampler]).double()
+        logits.requires_grad_()
+        log_z.requires_grad_()
+        wrong = (mu.log()[GROUPS] + noise * errors)[..., None]
+        logp, batch = grouped(GROUPS, logits, BASE, reward, wrong)
+        chance = mu[GROUPS].prod(1)
+        own = (log_z.expand(len(GROUPS)),) if objective.head else ()
+        loss = (chance * objective(logp, batch, *own)[0]).sum()
+        gradient, pull = torch.autograd.grad(loss, (logits, log_z), allow_unused=True)
+        logits = (logits - 4 * gradient).detach()
+        log_z = (log_z - (0 if pull is None else 4 * pull)).detach()
+        history = [*history, logits.softmax(0)][-8 if "ago" in sampler else -1 :]
+        if gradient.abs().max() < 1e-9:
+            break
+    return history[-1]
+
+
+KINDS = [
+    TrajectoryBalance(0.4, taper="none"),
+    TrajectoryBalance(0.4, taper="residual"),
+    TrajectoryBalance(0.4, taper="reward"),
+    TrajectoryBalanceLearnedZ(0.4, taper="residual"),
+    TrajectoryBalanceLearnedZ(0.4, taper="reward"),
+]
+
+
+@pytest.mark.parametrize("rewards", REWARDS)
+@pytest.mark.parametrize("objective", KINDS, ids=repr)
+def test_every_taper_ends_at_the_target_whoever_samples(objective, rewards):
+    reward = torch.tensor(REWARDS[rewards]).double()
+    star = torch.softmax(BASE.log() + reward / objective.beta, 0)
+    for sampler in SAMPLERS:
+        assert total_variation(end(objective, reward, sampler), star) < 1e-6, sampler
+    assert total_variation(end(objective, reward, "uniform", noise=2.0), star) < 1e-6
+
+
+def test_a_shift_ends_at_the_target_on_samples_of_the_policy_itself():
+    """And elsewhere on those of another policy, at any size."""
+    reward = torch.tensor(REWARDS["right or wrong"]).double()
+    star = torch.softmax(BASE.log() + reward / 0.4, 0)
+    for taper in ("none", "residual", "reward"):
+        objective = TrajectoryBalance(0.4, taper=taper, shift=0.5)
+        for sampler in ("itself", "itself, 8 steps ago"):
+            assert total_variation(end(objective, reward, sampler), star) < 1e-6
+        tilted = [
+            total_variation(end(replace(objective, shift=shift), reward, "uniform"), star)
+            for shift in (0.5, 0.1)
+        ]
+        assert tilted[0] > tilted[1] > 1e-3

@@ -173,7 +173,7 @@ def test_agro_and_pairwise_copg_have_the_gradient_of_tb():
         error = errors_of(beta, logp, batch, batch.ref_logp)
         return (error[:, :, None] - error[:, None, :]).square().mean((1, 2)) / (4 * beta)
 
-    _, gradient = solve(TrajectoryBalance(beta, tapered=False), logp, batch)
+    _, gradient = solve(TrajectoryBalance(beta, taper="none"), logp, batch)
     torch.testing.assert_close(gradient_of(agro, logp), gradient)
     torch.testing.assert_close(gradient_of(copg, logp), gradient)
 
@@ -185,7 +185,7 @@ def test_gvpo_is_tb_with_the_sampling_policy_as_its_reference():
     weight = batch.reward - batch.reward.mean(1, keepdim=True)
     weight = weight - (change - change.mean(1, keepdim=True))
     behaved = replace(batch, ref_logp=batch.behavior_logp)
-    found = solve(TrajectoryBalance(0.3, tapered=False), logp, behaved)[1]
+    found = solve(TrajectoryBalance(0.3, taper="none"), logp, behaved)[1]
     torch.testing.assert_close(found, -weight[..., None] * batch.mask / 3)
 
 
@@ -199,7 +199,7 @@ def test_oapl_is_gvpo_and_a_push_on_all_responses(value_beta):
     push = (error.mean(1) + objective.value(batch.reward))[:, None, None] * batch.mask / 3
     assert push.abs().max() > 0.01
     found = solve(objective, logp, batch)[1]
-    plain = solve(TrajectoryBalance(0.3, tapered=False), logp, behaved)[1]
+    plain = solve(TrajectoryBalance(0.3, taper="none"), logp, behaved)[1]
     torch.testing.assert_close(found, plain + push)
 
 
@@ -243,7 +243,7 @@ def test_options_without_a_sense_are_refused():
         (Vespo, {"k_positive": 0.0}),
         (Cispo, {"cap": -1.0}),
         (Gspo, {"clip": 0.0}),
-        (TrajectoryBalance, {"alpha": 0.5, "tapered": True}),
+        (TrajectoryBalance, {"alpha": 0.5, "taper": "reward"}),
         (TrajectoryBalance, {"alpha": 0.5, "importance_cap": 2.0}),
     ]
     for objective, options in refused:
@@ -265,7 +265,7 @@ def test_tb_with_alpha_by_hand():
 
 def test_alpha_close_to_one_is_the_square():
     logp, batch = drifted()
-    square = solve(TrajectoryBalance(0.3, tapered=False), logp, batch)
+    square = solve(TrajectoryBalance(0.3, taper="none"), logp, batch)
     for alpha, tolerance in ((1.0005, 0.0), (1.002, 2e-3), (0.998, 2e-3)):
         near = solve(TrajectoryBalance(0.3, alpha=alpha), logp, batch)
         torch.testing.assert_close(near, square, atol=tolerance, rtol=0)

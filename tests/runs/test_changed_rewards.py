@@ -356,7 +356,7 @@ def test_an_offline_run_is_scored_again_by_its_columns_and_never_emptied(tiny_mo
     (user / "reward.py").write_text(function)
     run(config(tiny_model, user / "first", *SETTINGS))
     write_rollouts(user / "first", user / "rollouts.jsonl", None)
-    offline = ("runtime.searchers=0", "replay.rollouts=rollouts.jsonl", "objective.tapered=false")
+    offline = ("runtime.searchers=0", "replay.rollouts=rollouts.jsonl", "objective.taper=none")
     folder = user / "run"
     run(config(tiny_model, folder, *SETTINGS, *offline, "reward.max_rejected=1"))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -45,7 +45,7 @@ __all__ = ["dialogue_config", "dialogue_model"]  # fixtures
 
 OFFLINE = (
     "runtime.searchers=0", "run.steps=3", "strategy=uniform", "trainer.learning_rate=2e-4",
-    "objective.tapered=false",  # a file has no log-probs of the policy that sampled
+    "objective.taper=none",  # a file has no log-probs of the policy that sampled
 )  # fmt: skip
 
 

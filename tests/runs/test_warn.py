@@ -22,6 +22,7 @@ SOUND = {
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, float], str]] = {
     "equal_rewards": ({"frac_reward_zero_std": 0.6}, "60% of the groups have equal rewards"),
+    "graded": ({"tb/graded": 0.25}, "25% of the rewards are neither 0 nor 1"),
     "cut_off": ({"completions/clipped_ratio": 0.3}, "30% of the responses are cut off"),
     "ess": ({"off_policy/ess": 0.4}, "the effective sample size is 40% of a group"),
     "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples in 10% of the last "),
@@ -70,6 +71,18 @@ def test_a_short_run_warns_at_its_end(case):
     assert given(own, metrics, 3) == []
     ((key, text),) = own.end()
     assert key == case and text.startswith(words)
+
+
+def test_equal_rewards_are_left_to_objectives_that_learn_from_them():
+    """Of groups of which all answers are right, `tb` keeps the reference's proportions."""
+    config = load(None, ["trainer.warmup_steps=20"])
+    metrics, words = CASES["equal_rewards"]
+    for learns in (False, True):
+        own = Warnings(config, learns_from_equal=learns)
+        (text,) = given(own, metrics, WINDOW)
+        assert text.startswith(words)
+        assert ("selection=difficulty" in text) == (not learns)
+        assert ("objective.use = tb learns from such groups, too" in text) == learns
 
 
 def test_kl_is_compared_with_that_of_the_first_steps():
@@ -164,6 +177,24 @@ def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     run(_config(["run.steps=14"], tmp_path / "run"), tmp_path / "run")
     assert f"warning: {words}" not in capsys.readouterr().out
     assert summary(tmp_path / "run")["warnings"] == before
+    for objective, learns in (("tb", True), ("dr_grpo", False)):
+        given = (*settings, f"objective={objective}")
+        found = run(config(tiny_model, tmp_path / objective, *given)).warnings
+        (text,) = [text for text in found if text.startswith(words)]
+        assert ("selection=difficulty" in text) == (not learns)
+
+
+@pytest.mark.parametrize(
+    ("shift", "warns"), [("0.5", True), ("{start=0.5, end=0.0, steps=2}", True), ("0.0", False)]
+)
+def test_a_shift_warns_of_rewards_that_it_is_not_made_for(shift, warns, tiny_model, tmp_path):
+    settings = (
+        "engine=scripted", "engine.answers=['1', '22', '371']", "task=toy.Toy", "run.steps=4",
+        "strategy=recent", "sampling.max_tokens=4",
+    )  # fmt: skip
+    found = run(config(tiny_model, tmp_path / "run", *settings, f"objective.shift={shift}"))
+    words = "of the rewards are neither 0 nor 1, for which objective.shift is made"
+    assert any(words in text for text in found.warnings) == warns
 
 
 def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(

@@ -128,7 +128,7 @@ def test_tb_by_hand():
     dialogue = masked(2, 3, 4, mask=[True, False, True])
     batch = collate([group("a", *(replace(dialogue, reward=reward) for reward in (1.0, 0.0)))])
     logp = torch.tensor([[[0.5, 9.0, 0.25], [-0.5, 9.0, -0.5]]])
-    loss, metrics = TrajectoryBalance(beta=0.5, tapered=False)(logp, batch)
+    loss, metrics = TrajectoryBalance(beta=0.5, taper="none")(logp, batch)
     # beta d - r = -0.625 and -0.5; the mean is -0.5625, and what is left is -+ 0.0625
     torch.testing.assert_close(loss, torch.tensor([0.0625**2]).double())
     torch.testing.assert_close(metrics["tb/log_z"], torch.tensor([0.5625 / 0.5]).double())
