@@ -6,13 +6,11 @@ alarms, and async ones in an event loop beside it.
 """
 
 import asyncio
-import io
 import json
 import math
 import os
 import pickle
 import resource
-import selectors
 import signal
 import socket
 import sys
@@ -68,14 +66,6 @@ def _limit(kind: int, most: float) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def _reopen_output() -> None:
-    """Let the next function print, if one has closed standard output or error."""
-    for name in ("stdout", "stderr"):
-        stream = vars(sys)[name]
-        if isinstance(stream, io.IOBase) and stream.closed:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
-
-
 class ScoringServer:
     """The tasks, and the connection to the searcher."""
 
@@ -85,7 +75,10 @@ class ScoringServer:
         self._pid = os.getpid()
 
     def serve(self) -> None:
-        """Build the tasks, and answer requests; EOFError when the searcher has ended."""
+        """Build the tasks, and answer requests; EOFError when the searcher has ended.
+
+        A function that closes standard output costs its group: the searcher starts a new process.
+        """
         requests = self._connection.makefile("rb")
         max_memory, builds = pickle.load(requests)
         self._tasks: dict[str, Task] = {}
@@ -104,6 +97,8 @@ class ScoringServer:
             number, seconds, group = pickle.load(requests)
             until = time.monotonic() + seconds
             scores = self._begin(group)
+            if sys.stdout.closed:  # no later function could print
+                return
             if isinstance(scores, list | Rejected):
                 self._send(number, scores)
             else:
@@ -114,7 +109,6 @@ class ScoringServer:
     def _begin(self, group: bytes) -> Any:
         """Return scores, an awaitable of them, or a rejection of the group."""
         try:
-            _reopen_output()
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
             return scores if isawaitable(scores) else listed(scores)
@@ -137,7 +131,7 @@ class ScoringServer:
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.SelectorEventLoop(_Selector(self._pid))
+        loop = asyncio.new_event_loop()
         threading.Thread(target=_run_until_stopped, args=[loop], daemon=True).start()
         return loop
 
@@ -152,28 +146,11 @@ class ScoringServer:
         return self._reply(number, "rejected", _as_json(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
-        _end_if_forked(self._pid)
+        if os.getpid() != self._pid:  # a function has forked, and both processes return
+            os._exit(1)
         line = json.dumps([number, kind, value]) + "\n"
         with self._sending:
             self._connection.sendall(line.encode())
-
-
-class _Selector(selectors.DefaultSelector):
-    """Tells the event loop what it waits for, in this process only."""
-
-    def __init__(self, pid: int):
-        super().__init__()
-        self._pid = pid
-
-    def select(self, timeout: float | None = None) -> Any:
-        _end_if_forked(self._pid)  # it would take what wakes the loop of this process
-        return super().select(timeout)
-
-
-def _end_if_forked(pid: int) -> None:
-    """End a process that a function has forked and left here."""
-    if os.getpid() != pid:
-        os._exit(1)
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
