@@ -15,7 +15,7 @@ import numpy as np
 from tba.config.errors import about
 from tba.models.decoding import before_stop
 from tba.models.pretrained import Encode, Tokenizer
-from tba.models.template import Roles, limited, normalised, text_of
+from tba.models.template import Roles, normalised, text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import Completion, Trajectory
@@ -292,7 +292,7 @@ def _end_of_turn(text: Tokenizer) -> tuple[str, int | None]:
     """Return what ends a turn in the chat template: an EOS or added token, with its id, or text."""
     chat = [*QUESTION, {"role": "assistant", "content": TURN}]
     shown = []
-    with suppress(Exception), limited():  # the template is code from outside
+    with suppress(Exception):  # the template is code from outside
         shown = [text.tokenizer.apply_chat_template(chat, tokenize=False, **text.template_kwargs)]
     with suppress(ValueError):  # earlier turns may end in another way than the last one
         shown.append(text.render([*chat, *QUESTION], {}, ()))
