@@ -206,18 +206,6 @@ def test_a_chat_that_the_template_refuses_is_told(make_model, template):
         text.encode(Prompt("a", [{"role": "system", "content": "1+1="}]))
 
 
-@pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "vocab.txt", "chat_template.jinja"]
-)
-def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(make_model, file):
-    model = make_model()
-    with (model / file).open("ab") as opened:
-        opened.truncate(100 * 2**20)  # a hole: it takes no room on the disk
-    with pytest.raises(ValueError, match=rf"its {file} has .*, and the limit is") as refused:
-        load_text(PolicyTable(model=str(model)))
-    assert "policy.model" in str(refused.value)
-
-
 @pytest.mark.parametrize(("major", "expected"), [(7, False), (8, True)])
 def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(major, expected, monkeypatch):
     card = SimpleNamespace(major=major, minor=5)
