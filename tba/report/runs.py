@@ -386,7 +386,7 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
     files = ("uplot.min.js", "charts.js", "report.js")
-    return write_page(folder, "report.html", {**values, **script(*files)})
+    return write_page(folder, "report.html", {**values, "script": script(*files)})
 
 
 def _differences(records: Sequence[Record]) -> pd.DataFrame:

@@ -214,7 +214,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     }
     values = {
         "title": ledger.name, "facts": facts, "sections": sections, "metric": metric,
-        "data": {"axes": {}, "runs": []}, **script("uplot.min.js", "charts.js"),
+        "data": {"axes": {}, "runs": []}, "script": script("uplot.min.js", "charts.js"),
     }  # fmt: skip
     return write_page(page, "study.html", values)
 
