@@ -1,16 +1,13 @@
 """A classifier behind an HTTP server, as vLLM serves it."""
 
 import asyncio
-import logging
 import math
 import random
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from ipaddress import ip_address
 from typing import Any, Literal
-from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
@@ -30,8 +27,6 @@ LARGEST = 2**22
 SHOWN = 300
 """Most characters of an answer that an error shows."""
 HIDDEN = "(what it sent is not shown, because it may have the key in it)"
-
-log = logging.getLogger(__name__)
 
 
 class JudgeError(RuntimeError):
@@ -119,7 +114,6 @@ class Http(Judge):
 
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
-        tell_proxy(self.url)
         judge = replace(self, retries=0, deadline=min(self.deadline, 0.9 * REACHED_WITHIN))
         # in a thread, because a notebook has an event loop, and a name's look-up has no deadline
         (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
@@ -141,7 +135,6 @@ class Http(Judge):
             headers=headers,
             timeout=None,  # `_post` has its own
             limits=httpx2.Limits(max_connections=self.concurrency),
-            trust_env=not is_loopback(self.url),
             verify=_tls(),
         )
         try:
@@ -239,24 +232,3 @@ async def _read(response: httpx2.Response) -> bytes:
         if len(body) > LARGEST:
             raise ValueError(f"answered with more than {LARGEST:,} bytes")
     return bytes(body)
-
-
-def is_loopback(url: str) -> bool:
-    """Return whether a server is on this machine, so that no proxy leads to it."""
-    host = httpx2.URL(url).host
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
-
-
-@cache
-def tell_proxy(url: str) -> None:
-    """Log once, without its password, which proxy of the environment leads to a server."""
-    proxies = getproxies()
-    asked = httpx2.URL(url)
-    proxy = proxies.get(asked.scheme) or proxies.get("all")
-    if proxy and not is_loopback(url) and not proxy_bypass(asked.host):
-        told = "%s is asked through a proxy of the environment, %s"
-        log.warning(told, url, proxy.rpartition("@")[2])
