@@ -257,7 +257,9 @@ class TrainerTable(Table):
     )
     fsdp: FsdpTable | None = key(None, "how layers are divided over ranks (devices above 1)")
     deadline: Finite = key(
-        1800.0, "seconds in which all ranks must end a step, a publication or a copy of their state"
+        1800.0,
+        "seconds for a step of the ranks, a publication, a batch of groups, a checkpoint, and each"
+        " unfinished evaluation at the end of a run",
     )
     max_restarts: Count = key(
         3,
@@ -321,7 +323,6 @@ class RuntimeTable(Table):
     cluster_deadline: Finite = key(
         60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
     )
-    gather_deadline: Finite = key(1800.0, "seconds the trainer waits for a batch of groups")
     max_restarts: Count = key(10, "restarts of searchers before the run fails (ray)")
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"
@@ -398,9 +399,6 @@ class EvalTable(Table):
     prompts_per_task: Positive = key(
         32, "held-out prompts per evaluation task; these take turns with searches (ray)"
     )
-    deadline: Finite = key(
-        1800.0, "seconds to wait for each unfinished evaluation at the end of a run (ray)"
-    )
     sets: dict[str, EvalSet] = key({}, "further sets, in tables [eval.sets.NAME]: docs/tasks.md")
 
 
@@ -408,7 +406,6 @@ class CheckpointTable(Table):
     every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
     keep: Positive = key(2, "number of checkpoints to keep")
     keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
-    deadline: Finite = key(1800.0, "seconds to write one checkpoint before the run stops")
 
 
 class LogTable(Table):

@@ -192,7 +192,7 @@ class ShardedTrainer:
 
         def write() -> None:
             # Checkpoints has the deadline; a full disk is no fault of the rank
-            self._wait(begin, "write", math.inf, "checkpoint.deadline", (Exception,))
+            self._wait(begin, "write", math.inf, "trainer.deadline", (Exception,))
 
         return write
 

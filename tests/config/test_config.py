@@ -58,6 +58,7 @@ WRONG = {
     "eval.k=[1, 2.5]": "eval.k.1 = 2.5: Input should be a valid integer",
     "trainer.lr=1e-4": "unknown key 'trainer.lr': lr is trainer.learning_rate here",
     "trainer.min_lr_ratio=0.1": "trainer.min_lr_ratio': it is gone; schedules end at 0",
+    "eval.deadline=60": "'eval.deadline': it is gone; use trainer.deadline",
     "warn.equal_rewards=0.5": "unknown key 'warn.equal_rewards': it is gone; the thresholds",
     "lr=1e-4": "'lr=1e-4': write `table.key=value`, lr is trainer.learning_rate here",
     "num_generations=8": "num_generations is sampling.samples and trainer.group_size here",
