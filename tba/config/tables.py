@@ -215,15 +215,6 @@ class ReplayTable(Table):
     )
 
 
-class FsdpTable(Table):
-    reshard_after_forward: bool = key(
-        True,
-        "as in PyTorch's fully_shard; true: a rank keeps the whole weights of one layer at a time;"
-        " false: of all layers until the backward pass, with fewer messages",
-    )
-    reduce_dtype: Literal["fp32", "bf16"] = key("fp32", "precision in which gradients are added up")
-
-
 class TrainerTable(Table):
     batch_size: Positive = key(160, "trajectories per step; a multiple of group_size")
     group_size: Annotated[int, Field(ge=2)] = key(20, "K, trajectories per prompt in a batch")
@@ -255,7 +246,6 @@ class TrainerTable(Table):
         "ranks of the trainer, each a process with a device, which keeps its part of the weights"
         " and of AdamW's state (ray)",
     )
-    fsdp: FsdpTable | None = key(None, "how layers are divided over ranks (devices above 1)")
     deadline: Finite = key(
         1800.0,
         "seconds for a step of the ranks, a publication, a batch of groups, a checkpoint, and each"
