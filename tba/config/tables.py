@@ -382,7 +382,6 @@ class EvalTable(Table):
         "end the run after so many evaluations in a row without a better sampled score, and keep"
         " the best checkpoint; default: never",
     )
-    seed: Count = key(1234, "seed of the sampled answers, the same for every evaluation")
     perplexity: bool = key(
         False, "report perplexities of the answers under the reference: docs/tasks.md"
     )

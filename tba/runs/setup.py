@@ -237,7 +237,7 @@ def _sources(config: Config, functions: Functions | None, data: Data) -> dict[st
     own = data.text.tokenizer
     vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
     sets = [digest_of(each) for each in (data.held_out, *(s.prompts for s in data.sets.values()))]
-    answered = [e.samples, e.temperature, e.seed, config.sampling.max_tokens, data.task.pass_reward]
+    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
     return sources_of(config, functions) | {
         TRAINED_ON: digest_of(data.prompts),
         EVALUATED: digest([sets, answered]),
