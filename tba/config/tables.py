@@ -251,11 +251,6 @@ class TrainerTable(Table):
         "seconds for a step of the ranks, a publication, a batch of groups, a checkpoint, and each"
         " unfinished evaluation at the end of a run",
     )
-    max_restarts: Count = key(
-        3,
-        "restarts from the newest checkpoint after a rank has died, has failed or was late, before"
-        " the run fails (devices above 1)",
-    )
 
     @property
     def groups(self) -> int:
@@ -313,7 +308,11 @@ class RuntimeTable(Table):
     cluster_deadline: Finite = key(
         60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
     )
-    max_restarts: Count = key(10, "restarts of searchers before the run fails (ray)")
+    max_restarts: Count = key(
+        10,
+        "restarts of searchers, and restarts from the newest checkpoint after a rank has died, has"
+        " failed or was late, before the run fails (ray)",
+    )
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"
     )
