@@ -399,6 +399,9 @@ class CheckpointTable(Table):
 class LogTable(Table):
     console: Literal["plain", "off"] = key("plain", "console output: lines, or none")
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
-    wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
-    wandb_project: str = key("tba", "name of the project in Weights & Biases")
+    wandb: bool = key(
+        False,
+        "log to Weights & Biases as well (pip install -e '.[wandb]'), to the project of the"
+        " environment variable WANDB_PROJECT, or tba",
+    )
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ class WeightsAndBiases:
         identity = file.read_text("utf-8") if has_begun else uuid.uuid4().hex
         self._run: Any = wandb.init(
             resume="allow",
-            project=config.log.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "tba"),
             config=config.nested(),
             id=identity,
             dir=str(own_folder(folder / "wandb").parent),
