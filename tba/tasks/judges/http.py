@@ -12,7 +12,7 @@ from typing import Any, Literal
 import httpx2
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from tba.config.tables import Count, Finite, Positive
+from tba.config.tables import Count, Finite
 from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 
@@ -89,8 +89,6 @@ class Http(Judge):
     """Seconds for each request, and for its wait until another request has ended."""
     retries: Count = 4
     """Repetitions after 429, 5xx, a lost connection or the deadline, at growing intervals."""
-    concurrency: Positive = 32
-    """Requests at one time for a group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,7 +132,6 @@ class Http(Judge):
         client = httpx2.AsyncClient(
             headers=headers,
             timeout=None,  # `_post` has its own
-            limits=httpx2.Limits(max_connections=self.concurrency),
             verify=_tls(),
         )
         try:
