@@ -131,7 +131,6 @@ class LoraTable(Table):
         False,
         "QLoRA: the frozen model in 4 bits (NF4) by bitsandbytes; it needs engine=transformers",
     )
-    use_rslora: bool = key(False, "scale what an adapter adds by alpha / sqrt(r), not alpha / r")
     start: str | None = Field(
         None,
         alias="from",
