@@ -262,7 +262,7 @@ def test_prompts_that_are_equally_far_from_the_target_are_drawn_alike():
 
 def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence():
     """.4, and then .8 - .5 (3 - 2), of which each counts half; no other prompt is known."""
-    selection = LogZ(PROMPTS, 0, None, beta=0.5, forgetting=0.5)
+    selection = LogZ(PROMPTS, 0, None, beta=0.5)
     selection.learn(answered(PROMPTS[1], right=2, answers=5))
     assert selection.state()["estimates"] == {"p1": pytest.approx(0.4)}
     selection.learn(with_logp(answered(PROMPTS[1], right=4, answers=5), -2.0, -3.0))
