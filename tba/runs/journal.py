@@ -20,6 +20,7 @@ from tba.runs.log import (
     read,
     write_whole,
 )
+from tba.types import lag
 
 LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
@@ -161,7 +162,7 @@ class Journal:
         if self._sinks:
             flat = {
                 "columns": json.dumps(row.get("columns", {})),
-                "lag": max(0, step - 1 - version),
+                "lag": max(0, lag(step - 1, version)),
             }
             self._shown.append(row | flat)
 
