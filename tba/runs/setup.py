@@ -189,7 +189,13 @@ def _setup_of(
     _check_tools(config, data.task, objective, data.prompts[0])
     if not data.held_out:
         check_unevaluated(config)
-    _check_held_out(config, len(data.held_out))
+    is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
+    asked = config.eval.prompts if "prompts" in config.eval.model_fields_set else 0
+    if is_new and asked > len(data.held_out):
+        raise ValueError(
+            f"eval.prompts = {asked}, but {len(data.held_out)} prompts are held out: set that"
+            " number, or remove it for all, at most 128"
+        )
     return RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
@@ -218,17 +224,6 @@ def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: 
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     lengths = sorted((ids for _, ids in encoded + of_sets), key=len)
     return Data(text, task, prompts, held_out, sets, (lengths[0], lengths[-1]))
-
-
-def _check_held_out(config: Config, count: int) -> None:
-    """Raise ValueError if fewer prompts are held out than a config of a new run says."""
-    e = config.eval
-    is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
-    if is_new and "prompts" in e.model_fields_set and e.prompts > count:
-        raise ValueError(
-            f"eval.prompts = {e.prompts}, but {count} prompts are held out: set that number,"
-            " or remove it for all, at most 128"
-        )
 
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
