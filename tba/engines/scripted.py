@@ -18,10 +18,10 @@ from tba.weights import Weights
 class Scripted(Engine):
     """Draws uniformly from `answers` after a pause; a greedy completion is the first answer.
 
-    Answers end with EOS, or with a stop string that they contain. The log-prob of an answer, ln(its
-    share of `answers`), is placed on its first token. The engine holds no weights: `load_weights`
-    only sets the version. With `own_reference`, the reference has the same log-probs, and no model
-    is loaded.
+    The pause is latency * exp(tail * normal) seconds, long-tailed when `tail` > 0. Answers end with
+    EOS, or with a stop string that they contain. The log-prob of an answer, ln(its share of
+    `answers`), is placed on its first token. The engine holds no weights: `load_weights` only sets
+    the version. With `own_reference`, the reference has the same log-probs, and no model is loaded.
     """
 
     longest_block: ClassVar[int] = 0
@@ -29,7 +29,9 @@ class Scripted(Engine):
     answers: tuple[str, ...] = ("0", "1", "2", "3")
     """Answers to draw from."""
     latency: float = 0.0
-    """Pause in seconds."""
+    """Median pause in seconds."""
+    tail: float = 0.0
+    """Standard deviation of the logarithm of the pause."""
     own_reference: bool = False
     """Use the log-probs of the engine as the reference's, and load no model."""
     version: int = field(default=0, init=False)
@@ -46,7 +48,7 @@ class Scripted(Engine):
             raise RuntimeError("the engine sleeps: nothing can be generated before `wake`")
         rng = np.random.default_rng(seed)
         version = self.version  # newer weights may arrive during the pause
-        time.sleep(self.latency)
+        time.sleep(self.latency * math.exp(self.tail * rng.normal()))
         size = (len(prompts), sampling.samples)
         if sampling.temperature == 0:
             drawn = np.zeros(size, int)
