@@ -217,12 +217,7 @@ def _assemble(
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
     torch.cuda.empty_cache()  # of models that are gone, beside a rank that needs the memory
-    if rollouts:
-        console.note(described(rollouts, c))
-    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in setup.sets.items())
-    console.note(f"{len(setup.prompts):,} training prompts, {len(setup.held_out):,} held out{sets}")
-    for line in [*(f"note: {note}" for note in setup.notes), *setup.endings]:
-        console.note(line)
+    _describe_prompts(console, setup, rollouts)
     job = SearchJob(setup.search_setup(), stream, console.phase)
     searchers = open_searchers(
         job, place, cluster, trainer, lambda: stop.requested, search, progress.step
@@ -242,3 +237,13 @@ def _assemble(
     closing.callback(run.journal.close)
     closing.enter_context(run.checkpoints)
     return run
+
+
+def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Group]) -> None:
+    """Show how many prompts and logged rollouts there are, and what to know about them."""
+    if rollouts:
+        console.note(described(rollouts, setup.config))
+    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in setup.sets.items())
+    console.note(f"{len(setup.prompts):,} training prompts, {len(setup.held_out):,} held out{sets}")
+    for line in [*(f"note: {note}" for note in setup.notes), *setup.endings]:
+        console.note(line)
