@@ -75,10 +75,7 @@ class ScoringServer:
         self._pid = os.getpid()
 
     def serve(self) -> None:
-        """Build the tasks, and answer requests; EOFError when the searcher has ended.
-
-        A function that closes standard output costs its group: the searcher starts a new process.
-        """
+        """Build the tasks, and answer requests; EOFError when the searcher has ended."""
         requests = self._connection.makefile("rb")
         max_memory, builds = pickle.load(requests)
         self._tasks: dict[str, Task] = {}
@@ -97,8 +94,6 @@ class ScoringServer:
             number, seconds, group = pickle.load(requests)
             until = time.monotonic() + seconds
             scores = self._begin(group)
-            if sys.stdout.closed:  # no later function could print
-                return
             if isinstance(scores, list | Rejected):
                 self._send(number, scores)
             else:
@@ -136,7 +131,12 @@ class ScoringServer:
         return loop
 
     def _send(self, number: int, scores: list[Any] | Rejected) -> None:
-        """Send a verdict on each score, or the rejection of all."""
+        """Send a verdict on each score, or the rejection of all.
+
+        A function that closes standard output costs its group: the searcher starts a new process.
+        """
+        if sys.stdout.closed:  # no later function could print
+            os._exit(1)
         if isinstance(scores, list):
             try:
                 verdicts = [_as_json(parse_score(score)) for score in scores]
