@@ -128,7 +128,7 @@ def run(
             if at is None:  # it has never been open
                 raise
             is_saved = bool(generations(folder / log.CHECKPOINTS))
-            if is_stopped or not is_saved or restarts == config.trainer.max_restarts:
+            if is_stopped or not is_saved or restarts == config.runtime.max_restarts:
                 after = f"{error} (after {restarts} restarts)" if restarts else str(error)
                 raise TrainerLost(f"{after}\n{going_on(folder)}") from error
             losses.append(str(error))

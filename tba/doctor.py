@@ -206,7 +206,7 @@ def _short_run(config: Config, folder: Path) -> Iterator[Finding]:
             yield Finding("log-prob gap", f"{stats.largest_gap:.2g} nats (at most {limit:g})")
             run.save()
             run.checkpoints.wait()
-            yield lap("checkpoint", c.checkpoint.deadline)
+            yield lap("checkpoint", c.trainer.deadline)
             files = files_of(run.folder / CHECKPOINTS).values()
             written = sum(file.stat().st_size for file in files)
             value = f"{size(written)} (expected: {size(checkpoint_size(c, run.trainer.sizes))})"

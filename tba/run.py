@@ -92,7 +92,7 @@ class Run:
         self.checkpoints = checkpoint.Checkpoints(
             folder=self.folder / log.CHECKPOINTS,
             keep=c.checkpoint.keep,
-            deadline=c.checkpoint.deadline,
+            deadline=c.trainer.deadline,
         )
         self.warnings = Warnings(
             config=c,

@@ -22,7 +22,7 @@ class Use(IntEnum):
     SEARCH = 2
     """A search of a run: `run.seed`; number of the search."""
     EVALUATION = 3
-    """A piece of an evaluation: `eval.seed`; number of the piece."""
+    """A piece of an evaluation: a constant seed; number of the piece."""
     GENERATION = 4
     """A call of the engine: seed of the search; 0."""
     EXPLORATION = 5

@@ -166,9 +166,17 @@ class Trajectory(Response):
     count: int = 1
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
-        """Return the steps since the weights of each sampled token, at the trainer's `step`."""
-        lags = step - self.versions
+        """Return the lag of each sampled token when the trainer has done `step` steps."""
+        lags = lag(step, self.versions)
         return lags if self.sampled is None else lags[self.sampled]
+
+
+Versions = TypeVar("Versions", int, np.ndarray)
+
+
+def lag(step: int, version: Versions) -> Versions:
+    """Return the steps since weights of this version, when the trainer has done `step` steps."""
+    return step - version
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:

@@ -88,10 +88,9 @@ def open_pair() -> Iterator[Pair]:
             process.join()
 
 
-def divided(model: Path, reshard: bool, settings: tuple[str, ...], rank: int) -> SingleTrainer:
+def divided(model: Path, settings: tuple[str, ...], rank: int) -> SingleTrainer:
     """Return a rank's trainer, of which it keeps a part."""
-    fsdp = f"trainer.fsdp.reshard_after_forward={str(reshard).lower()}"
-    divided = ("runtime.use=ray", f"trainer.devices={distributed.get_world_size()}", fsdp)
+    divided = ("runtime.use=ray", f"trainer.devices={distributed.get_world_size()}")
     parts = setup_of(model, *settings, STILL, *divided)
     return parts.trainer_setup().build("cpu", rank, _gather)
 
@@ -115,29 +114,28 @@ def gradients(t: SingleTrainer, batches: list[Batch], budgets: list[int]) -> lis
 
 def divided_gradients(
     model: Path,
-    reshard: bool,
     settings: tuple[str, ...],
     batches: list[Batch],
     budgets: list[int],
     rank: int,
 ) -> list[Step]:
-    steps = gradients(divided(model, reshard, settings, rank), batches, budgets)
+    steps = gradients(divided(model, settings, rank), batches, budgets)
     return steps if rank == 0 else []
 
 
 def logp_of(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> Tensor:
-    return divided(model, True, settings, rank).policy.logp(batch).detach()
+    return divided(model, settings, rank).policy.logp(batch).detach()
 
 
 def beginning(model: Path, settings: tuple[str, ...], rank: int) -> dict[str, torch.Tensor]:
     """Return what a rank begins with: whole tensors, and buffers."""
-    policy = divided(model, True, settings, rank).policy
+    policy = divided(model, settings, rank).policy
     return {n: whole(p) for n, p in [*policy.named_parameters(), *policy.named_buffers()]}
 
 
 def sent(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> list[Weights]:
     """Return what a rank sends after two steps, and after two more: weights, and a reference."""
-    t = divided(model, True, settings, rank)
+    t = divided(model, settings, rank)
     every = []
     for version in (2, 4):
         gradients(t, [batch, batch], [10_000, 10_000])
@@ -149,7 +147,7 @@ def saved_again(
     model: Path, settings: tuple[str, ...], source: Path, target: Path, rank: int
 ) -> None:
     """Load a checkpoint into two ranks, and save it again. A pass may run meanwhile."""
-    t = divided(model, True, settings, rank)
+    t = divided(model, settings, rank)
     t.load(source)
     write = t.save(target)
     t.policy.unshard()  # type: ignore[operator]
@@ -180,7 +178,7 @@ def loaded_by_three(model: Path, settings: tuple[str, ...], source: Path) -> dic
         distributed.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
         try:
             with patch("tba.learn.trainer.check_lengths"):  # a pass would gather nothing
-                t = divided(model, True, settings, rank)
+                t = divided(model, settings, rank)
             t._first_model = first_model
             t.load(source)
             for name, tensor in state_of(t).items():

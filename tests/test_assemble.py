@@ -68,7 +68,7 @@ def test_a_run_that_loses_its_trainer_ends_like_one_that_does_not(tiny_model, tm
 def test_a_run_without_restarts_left_says_how_to_go_on(tiny_model, tmp_path, losing):
     losing(3, 3)
     folder = tmp_path / "run"
-    given = config(tiny_model, folder, "checkpoint.every=2", "trainer.max_restarts=1")
+    given = config(tiny_model, folder, "checkpoint.every=2", "runtime.max_restarts=1")
     resume = rf"a rank has died \(after 1 restarts\)\n`tba train --resume {folder}` continues"
     with pytest.raises(TrainerLost, match=resume):
         run(given)

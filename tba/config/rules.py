@@ -88,4 +88,3 @@ def rules_of_processes(c: "Config") -> Iterator[Rule]:
     yield t.weights == "bf16" and mixed, "trainer.weights = bf16", "policy.autocast=bf16"
     whole = f"a group for each, so trainer.batch_size={t.devices * t.group_size} or more"
     yield several and t.devices > t.groups, ranks, whole
-    yield t.fsdp is not None and not several, "trainer.fsdp", "trainer.devices above 1"

@@ -131,7 +131,6 @@ class LoraTable(Table):
         False,
         "QLoRA: the frozen model in 4 bits (NF4) by bitsandbytes; it needs engine=transformers",
     )
-    use_rslora: bool = key(False, "scale what an adapter adds by alpha / sqrt(r), not alpha / r")
     start: str | None = Field(
         None,
         alias="from",
@@ -184,9 +183,9 @@ class SamplingTable(Table):
     stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
     explore: Range | None = key(
         None,
-        "range to draw the temperature of a search task from; log-probs stay at `temperature`",
+        "range to draw the temperature of every second search task from, on average; log-probs"
+        " stay at `temperature`",
     )
-    explore_share: PositiveShare = key(0.5, "share of the search tasks whose temperature is drawn")
 
     @field_validator("truncated", mode="before")
     @classmethod
@@ -213,15 +212,6 @@ class ReplayTable(Table):
     rollouts: str | None = key(
         None, "JSONL file of logged rollouts that a new run begins with: docs/agents.md"
     )
-
-
-class FsdpTable(Table):
-    reshard_after_forward: bool = key(
-        True,
-        "as in PyTorch's fully_shard; true: a rank keeps the whole weights of one layer at a time;"
-        " false: of all layers until the backward pass, with fewer messages",
-    )
-    reduce_dtype: Literal["fp32", "bf16"] = key("fp32", "precision in which gradients are added up")
 
 
 class TrainerTable(Table):
@@ -255,14 +245,10 @@ class TrainerTable(Table):
         "ranks of the trainer, each a process with a device, which keeps its part of the weights"
         " and of AdamW's state (ray)",
     )
-    fsdp: FsdpTable | None = key(None, "how layers are divided over ranks (devices above 1)")
     deadline: Finite = key(
-        1800.0, "seconds in which all ranks must end a step, a publication or a copy of their state"
-    )
-    max_restarts: Count = key(
-        3,
-        "restarts from the newest checkpoint after a rank has died, has failed or was late, before"
-        " the run fails (devices above 1)",
+        1800.0,
+        "seconds for a step of the ranks, a publication, a batch of groups, a checkpoint, and each"
+        " unfinished evaluation at the end of a run",
     )
 
     @property
@@ -321,8 +307,11 @@ class RuntimeTable(Table):
     cluster_deadline: Finite = key(
         60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
     )
-    gather_deadline: Finite = key(1800.0, "seconds the trainer waits for a batch of groups")
-    max_restarts: Count = key(10, "restarts of searchers before the run fails (ray)")
+    max_restarts: Count = key(
+        10,
+        "restarts of searchers, and restarts from the newest checkpoint after a rank has died, has"
+        " failed or was late, before the run fails (ray)",
+    )
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"
     )
@@ -391,15 +380,11 @@ class EvalTable(Table):
         "end the run after so many evaluations in a row without a better sampled score, and keep"
         " the best checkpoint; default: never",
     )
-    seed: Count = key(1234, "seed of the sampled answers, the same for every evaluation")
     perplexity: bool = key(
         False, "report perplexities of the answers under the reference: docs/tasks.md"
     )
     prompts_per_task: Positive = key(
         32, "held-out prompts per evaluation task; these take turns with searches (ray)"
-    )
-    deadline: Finite = key(
-        1800.0, "seconds to wait for each unfinished evaluation at the end of a run (ray)"
     )
     sets: dict[str, EvalSet] = key({}, "further sets, in tables [eval.sets.NAME]: docs/tasks.md")
 
@@ -408,7 +393,6 @@ class CheckpointTable(Table):
     every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
     keep: Positive = key(2, "number of checkpoints to keep")
     keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
-    deadline: Finite = key(1800.0, "seconds to write one checkpoint before the run stops")
 
 
 class LogTable(Table):
@@ -416,6 +400,9 @@ class LogTable(Table):
         "auto", "console output; auto: a table and a line of progress on a terminal, else lines"
     )
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
-    wandb: bool = key(False, "log to Weights & Biases as well (pip install -e '.[wandb]')")
-    wandb_project: str = key("tba", "name of the project in Weights & Biases")
+    wandb: bool = key(
+        False,
+        "log to Weights & Biases as well (pip install -e '.[wandb]'), to the project of the"
+        " environment variable WANDB_PROJECT, or tba",
+    )
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")

@@ -169,7 +169,9 @@ class Batch:
     def _turn(self, engine: Any) -> None:
         """Wait for work, apply an update or start requests, and make a step."""
         with self._changed:
-            self._changed.wait_for(self._has_work)
+            self._changed.wait_for(
+                lambda: self._waiting or self._running or self._updates or self._failure
+            )
             update = None
             if self._updates and (self._in_flight or not self._running):
                 update = self._updates.popleft()
@@ -209,9 +211,6 @@ class Batch:
             outputs.update(ended)
             self._deliver(ended)
         return [outputs[key] for key in keys]
-
-    def _has_work(self) -> bool:
-        return any((self._waiting, self._running, self._updates, self._failure))
 
     def _begin(self) -> list[tuple[str, Request]]:
         """Give the free slots to the requests that have waited longest."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
-from tba.config.tables import FsdpTable
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes, WrongReference, plan, publish, state, unchanged
 from tba.learn.checks import check_lengths, checked_loss, warm_up
@@ -92,7 +91,7 @@ class TrainerSetup:
         if settings.compile:
             warm_up(policy, self.context)
         if rank is not None:
-            shard(policy, model, device, bf16, settings.devices, settings.fsdp or FsdpTable())
+            shard(policy, model, device, bf16, settings.devices)
             if stored is not None:
                 fill_model(policy, model, stored, device)
         samples = self.config.engine.use == "transformers"

@@ -235,7 +235,6 @@ def _settings(policy: PolicyTable, model: Any) -> Any:
         lora_alpha=policy.lora.alpha,
         target_modules=ALL[0] if targets == ALL else list(targets),
         modules_to_save=list(policy.lora.modules_to_save) or None,
-        use_rslora=policy.lora.use_rslora,
         task_type="CAUSAL_LM",
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's layers
         base_model_name_or_path=model_path(policy.model),
@@ -373,7 +372,7 @@ def _check_start(model: Any, start: str) -> None:
         differing.append(f"init_lora_weights = {begun!r}")
     if differing:
         raise ValueError(
-            f"{named}: the adapter has {', '.join(differing)}; set r, alpha and use_rslora in"
-            " policy.lora to its values, or give a plain LoRA adapter"
+            f"{named}: the adapter has {', '.join(differing)}; set r and alpha in policy.lora"
+            " to its values, or give a plain LoRA adapter"
         )
     check_same_model(model, tensors, f"{named} is of")

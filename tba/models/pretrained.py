@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from tba.config.errors import about, size
+from tba.config.errors import about
 from tba.config.tables import PolicyTable
 from tba.models import is_causal, model_path, tokens_in
 from tba.models.decoding import before_stop, decode
@@ -26,12 +26,6 @@ EAGER_TOKENS = 320  # longest prompt and response for eager attention, which kee
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
 """Names of constants that older files have, and of layers that only guess further tokens."""
-
-LARGEST = {
-    "*config.json": 2**22, "*.jinja": 2**20, "*token*.json": 2**26, "vocab.*": 2**26,
-    "merges.txt": 2**26, "*.model": 2**26,
-}  # fmt: skip
-"""Bytes of files that are parsed whole, by a pattern of their names."""
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -163,7 +157,6 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
         raise ValueError(
             f"{named} is an adapter: give its base, and the folder as policy.lora.from"
         )
-    _check_sizes(path, named)
     with _explained(path, named):
         config = config_of(path, remote_code)
     plain = config.to_dict()
@@ -176,18 +169,6 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
         )
     with _explained(path, named):
         return AutoTokenizer.from_pretrained(path, **sources(path, remote_code)), config
-
-
-def _check_sizes(path: str, named: str) -> None:
-    """Raise ValueError for a file that takes too long to parse, in a folder or the hub's cache."""
-    folder = folder_of(path)
-    for pattern, limit in LARGEST.items():
-        for file in folder.glob(pattern):
-            if file.is_file() and file.stat().st_size > limit:
-                raise ValueError(
-                    f"{named}: its {file.name} has {size(file.stat().st_size)}, and the limit is"
-                    f" {size(limit)}; download the model again, or give another one"
-                )
 
 
 def folder_of(path: str) -> Path:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tba.config.schema import read_json
-from tba.config.tables import FsdpTable, PolicyTable
+from tba.config.tables import PolicyTable
 from tba.models import model_path
 from tba.models.cache import layers_of
 from tba.models.lora import load_placed, set_attention
@@ -16,9 +16,7 @@ from tba.models.pretrained import folder_of, load_model
 from tba.weights import Stored, stored_in
 
 
-def shard(
-    root: nn.Module, model: Any, device: str, bf16: bool, ranks: int, settings: FsdpTable
-) -> None:
+def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> None:
     """Divide each layer of the model, and what else is in `root`, over all ranks, with FSDP2.
 
     Gradients are added up over ranks, not averaged: the loss of a group is divided by all groups
@@ -29,11 +27,10 @@ def shard(
 
     mesh = init_device_mesh(torch.device(device).type, (ranks,))
     options: dict[str, Any] = {"mesh": mesh}
-    reduced = torch.float32 if settings.reduce_dtype == "fp32" else torch.bfloat16
     if bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduced)
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers_of(model):
-        fully_shard(layer, reshard_after_forward=settings.reshard_after_forward, **options)
+        fully_shard(layer, **options)
     for other in root.children():
         if other is not model:  # the head of an objective computes in fp32
             fully_shard(other, mesh=mesh)

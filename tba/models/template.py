@@ -1,22 +1,16 @@
 """Chats as text: what a tokenizer's chat template makes of messages, and what it leaves out."""
 
-import faulthandler
 import json
 import re
 import reprlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import deepcopy
-from threading import Lock
 from typing import Any
 
 from tba.config.errors import about
 from tba.prompt import Message, Prompt
 
-SECONDS = 20
-"""Longest time that one chat may take, after which the process ends."""
-ALONE = Lock()
-"""Of the thread that uses a chat template: a process has one limit of time."""
 AS_JSON = re.compile(r'"text": ?"(?:[^"\\]|\\.)*\ufdd0')
 """A marked part of a message that a template shows as JSON."""
 ROLES = {"developer": "system", "function": "tool", "human": "user", "gpt": "assistant"}
@@ -221,32 +215,17 @@ def _lost(
     return lost
 
 
-@contextmanager
-def limited() -> Iterator[None]:
-    """End the process, with a traceback that shows the template's line, if the block takes long.
-
-    A template is code from outside, and nothing else can interrupt one long operation in it.
-    """
-    with ALONE:
-        faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
 def _rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> str:
     goes_on = messages[-1].get("role") == "assistant" and not messages[-1].get("tool_calls")
-    with limited():
-        chat: str = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-            **options,
-        )
+    chat: str = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        **options,
+    )
     return chat
 
 

@@ -4,9 +4,7 @@ Scores are of a subset: an evaluation set or a part of a mixture; "" is the held
 """
 
 import re
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -43,11 +41,9 @@ def with_stderr(mean: float, stderr: float, form: str) -> str:
     return fitted(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def script(*names: str) -> dict[str, str]:
-    """Return the script of a page, from files, and its hash: the page's policy allows no other."""
-    text = "\n".join((TEMPLATES / name).read_text("utf-8") for name in names)
-    digest = b64encode(sha256(text.encode()).digest()).decode()
-    return {"script": Markup(text), "script_hash": f"sha256-{digest}"}
+def script(*names: str) -> Markup:
+    """Return the script of a page, from files."""
+    return Markup("\n".join((TEMPLATES / name).read_text("utf-8") for name in names))
 
 
 def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:

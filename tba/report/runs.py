@@ -378,19 +378,16 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     facts = pd.DataFrame({r.name: r.facts() for r in records}).reset_index(
         names="fact", allow_duplicates=True
     )
+    keys = pd.DataFrame({r.name: r.settings for r in records}).drop(index="run.folder").fillna("–")
+    differing = keys[keys.nunique(axis=1) > 1]
     values = {
         "title": title, "compared": len(paths) > 1, "runs": records,
         "headline": pd.DataFrame(headline).fillna("–"), "facts": facts,
-        "differences": _differences(records), "measures": measures,
+        "differences": differing.reset_index(names="key", allow_duplicates=True),
+        "measures": measures,
         "axes": AXES, "panels": charts.panels(), "reward": asdict(reward_chart()),
         "sections": charts.sections(), "others": OTHERS,
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
     files = ("uplot.min.js", "charts.js", "report.js")
-    return write_page(folder, "report.html", {**values, **script(*files)})
-
-
-def _differences(records: Sequence[Record]) -> pd.DataFrame:
-    """Return the config keys in which the runs differ, with a column for each run."""
-    keys = pd.DataFrame({r.name: r.settings for r in records}).drop(index="run.folder").fillna("–")
-    return keys[keys.nunique(axis=1) > 1].reset_index(names="key", allow_duplicates=True)
+    return write_page(folder, "report.html", {**values, "script": script(*files)})

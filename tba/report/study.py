@@ -214,7 +214,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     }
     values = {
         "title": ledger.name, "facts": facts, "sections": sections, "metric": metric,
-        "data": {"axes": {}, "runs": []}, **script("uplot.min.js", "charts.js"),
+        "data": {"axes": {}, "runs": []}, "script": script("uplot.min.js", "charts.js"),
     }  # fmt: skip
     return write_page(page, "study.html", values)
 
@@ -249,7 +249,7 @@ def _against(layout: Layout, colours: Colours) -> list[Row]:
     if key is None or last.empty:
         return []
     values = sorted(layout.settings[key].astype(float).unique())
-    axis: Row = {"label": key, "log": _spans_a_decade(values)}
+    axis: Row = {"label": key, "log": bool(values[0] > 0 and values[-1] >= 10 * values[0])}
     if len(values) <= FEW:
         axis["ticks"] = values
     charts = []
@@ -262,11 +262,6 @@ def _against(layout: Layout, colours: Colours) -> list[Row]:
                 lines[-1] |= {"name": key, "colour": 0}
         charts.append(_chart(layout, panel, lines, axis))
     return charts
-
-
-def _spans_a_decade(values: list[float]) -> bool:
-    """Return whether an axis of these values, from the lowest to the highest, is logarithmic."""
-    return bool(values[0] > 0 and values[-1] >= 10 * values[0])
 
 
 def _band(

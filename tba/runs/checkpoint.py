@@ -160,7 +160,7 @@ class Checkpoints:
         # if this process has been stopped, the thread has had no time either
         self._thread.join(max(GRACE, self._until - time.monotonic()))
         if self._thread.is_alive():
-            limit = f"checkpoint.deadline = {self._deadline:g} s"
+            limit = f"trainer.deadline = {self._deadline:g} s"
             raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
         error = self._error
         self._thread = None

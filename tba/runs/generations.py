@@ -22,8 +22,6 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")
 """Names of the folders that a save makes; all others belong to somebody else."""
 
-LARGEST = 2**30
-"""Most bytes of a JSON file, which is read whole."""
 READ = re.compile(
     r"(optimizer.*|head|reference|search_weights)\.safetensors|held\.jsonl"
     r"|model/(adapter_\w+\.(json|safetensors)|model\.safetensors\.index\.json)"
@@ -76,7 +74,7 @@ def held(folder: Path) -> Iterator[list[Path]]:
 def _hold(generation: Path, locks: ExitStack) -> bool:
     """Hold a checkpoint until the locks are released; False if it is being removed."""
     manifest = generation / MANIFEST
-    if not manifest.is_file():  # a pipe would never open
+    if not manifest.is_file():
         return generation.is_dir()
     try:
         file = locks.enter_context(manifest.open("rb"))
@@ -145,18 +143,13 @@ def remove(generation: Path) -> None:
 def damage(generation: Path) -> dict[str, str]:
     """Return the problem of each file that is not as the manifest says, by its name.
 
-    No file is opened before all of them are plain files that the disk can hold.
+    No file is opened if there is a link.
     """
     try:
-        paths = [generation, *generation.rglob("*")]
-        odd = [p for p in paths if p.is_symlink() or not (p.is_file() or p.is_dir())]
-        if odd:
-            return {path.name: "is a link, a pipe or a device" for path in odd}
+        links = [path for path in (generation, *generation.rglob("*")) if path.is_symlink()]
+        if links:
+            return {path.name: "is a link" for path in links}
         files = files_of(generation)
-        disk = shutil.disk_usage(generation).total
-        for name, path in files.items():  # a file with holes may say that it has any size
-            if path.stat().st_size > (LARGEST if path.suffix == ".json" else disk):
-                return {name: "is too large"}
         digests = read_json(generation / MANIFEST)
     except (OSError, ValueError, RecursionError) as error:
         return {MANIFEST: f"cannot be read ({error})"}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from tba.runs.log import (
     read,
     write_whole,
 )
+from tba.types import lag
 
 LONGEST_VALUE = 10_000
 """Most characters of a column's value in samples.jsonl."""
@@ -79,7 +81,7 @@ class WeightsAndBiases:
         identity = file.read_text("utf-8") if has_begun else uuid.uuid4().hex
         self._run: Any = wandb.init(
             resume="allow",
-            project=config.log.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "tba"),
             config=config.nested(),
             id=identity,
             dir=str(own_folder(folder / "wandb").parent),
@@ -160,7 +162,7 @@ class Journal:
         if self._sinks:
             flat = {
                 "columns": json.dumps(row.get("columns", {})),
-                "lag": max(0, step - 1 - version),
+                "lag": max(0, lag(step - 1, version)),
             }
             self._shown.append(row | flat)
 

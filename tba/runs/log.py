@@ -172,14 +172,9 @@ def rewind(run: Path, step: int, evaluates: bool) -> None:
 
 
 def open_plain(path: str, flags: int) -> int:
-    """Open a file to append to it, as an `opener`; ValueError if another file would change."""
-    file = Path(path)
-    is_plain = file.is_file() and not file.is_symlink() and file.stat().st_nlink == 1
-    if not is_plain and os.path.lexists(file):
-        raise ValueError(
-            f"{path} is a link or a pipe, or has a second name, so that nothing is"
-            " written to it; remove it, or replace it by a copy"
-        )
+    """Open a file to append to it, as an `opener`; ValueError for a link."""
+    if Path(path).is_symlink():
+        raise ValueError(f"{path} is a link, so that nothing is written to it; remove it")
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from tba.config.errors import size
 from tba.config.schema import Config
-from tba.config.tables import FsdpTable, PolicyTable
+from tba.config.tables import PolicyTable
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS
@@ -239,9 +239,8 @@ class Needs:
             parts["copy for publishing"] = self.trainer_sizes.published_bytes if copied else 0
             parts["matrices in bf16"] = 2 * z.trained if self.bf16 and self.width == 4 else 0
             return parts
-        fsdp = t.fsdp or FsdpTable()
         wide = 2 if self.bf16 else 4
-        layers = min(2, z.layers) if fsdp.reshard_after_forward else z.layers
+        layers = min(2, z.layers)
         parts["gathered layers"] = wide * (z.root + layers * z.layer)
         return parts
 

@@ -264,20 +264,15 @@ def _message(given: Mapping[str, Any]) -> Message:
     """Return a message for the chat template. ValueError for what it would lose."""
     message = readable(given)
     known = (*MESSAGE, *OF_ROLE.get(given["role"], ()))
-    for name, value in given.items():
-        if name not in known and value not in (None, "", [], {}):
+    parts = given["content"] if isinstance(given.get("content"), list) else []
+    others = [(name, value) for name, value in given.items() if name not in known]
+    others += [each for part in parts for each in part.items() if each[0] not in ("type", "text")]
+    for name, value in others:
+        if value not in (None, "", [], {}):
             raise ValueError(f"a message has {name}; write it into content, or remove it")
     weights = (None, 0, 1) if given["role"] == "assistant" else (None, 0)
-    calls = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-    content = given.get("content")
-    content = "" if content is None and calls else content
-    parts = content if isinstance(content, list) else [{"text": content}]
-    is_text = all(isinstance(part["text"], str) and {*part} <= {"type", "text"} for part in parts)
-    if not is_text or given.get("weight") not in weights or {*map(type, calls)} - {dict}:
-        raise ValueError(
-            "a message needs a text as content, a weight of 0 (or 1, for the assistant's), and"
-            " objects as arguments of calls"
-        )
+    if given.get("weight") not in weights:
+        raise ValueError("a message needs a weight of 0 (or 1, for the assistant's)")
     return message
 
 

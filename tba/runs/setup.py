@@ -141,7 +141,7 @@ class RunSetup(Data):
         c = self.config
         return SearchSetup(
             config=c,
-            sampling=Sampling(**c.sampling.model_dump(exclude={"explore", "explore_share"})),
+            sampling=Sampling(**c.sampling.model_dump(exclude={"explore"})),
             held_out=tuple(self.held_out),
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,
@@ -189,7 +189,13 @@ def _setup_of(
     _check_tools(config, data.task, objective, data.prompts[0])
     if not data.held_out:
         check_unevaluated(config)
-    _check_held_out(config, len(data.held_out))
+    is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
+    asked = config.eval.prompts if "prompts" in config.eval.model_fields_set else 0
+    if is_new and asked > len(data.held_out):
+        raise ValueError(
+            f"eval.prompts = {asked}, but {len(data.held_out)} prompts are held out: set that"
+            " number, or remove it for all, at most 128"
+        )
     return RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
@@ -220,24 +226,13 @@ def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: 
     return Data(text, task, prompts, held_out, sets, (lengths[0], lengths[-1]))
 
 
-def _check_held_out(config: Config, count: int) -> None:
-    """Raise ValueError if fewer prompts are held out than a config of a new run says."""
-    e = config.eval
-    is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
-    if is_new and "prompts" in e.model_fields_set and e.prompts > count:
-        raise ValueError(
-            f"eval.prompts = {e.prompts}, but {count} prompts are held out: set that number,"
-            " or remove it for all, at most 128"
-        )
-
-
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
     """Return digests of what decides samples, their rewards, and the scores of evaluations."""
     e = config.eval
     own = data.text.tokenizer
     vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
     sets = [digest_of(each) for each in (data.held_out, *(s.prompts for s in data.sets.values()))]
-    answered = [e.samples, e.temperature, e.seed, config.sampling.max_tokens, data.task.pass_reward]
+    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
     return sources_of(config, functions) | {
         TRAINED_ON: digest_of(data.prompts),
         EVALUATED: digest([sets, answered]),
@@ -344,10 +339,9 @@ def read_prompts(
 ) -> tuple[list[Prompt], list[Prompt], list[Encoded]]:
     """Return the prompts to train on, those held out, and all of these with their tokens."""
     encode = encoder(text, task)
-    seen: set[bytes] = set()
-    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
+    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode)
     held_out = kept_back[: config.eval.prompts]
-    prompts = kept("training", task, task.prompts(), encode, seen)
+    prompts = kept("training", task, task.prompts(), encode)
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     used = [*prompts, *held_out]
@@ -379,28 +373,20 @@ def _without_held_out(
     return left
 
 
-def kept(
-    what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
-) -> list[Prompt]:
-    """Return the prompts but those that are too long, or have been `seen`, if the task says so.
+def kept(what: str, task: Task, prompts: Sequence[Prompt], encode: Encode) -> list[Prompt]:
+    """Return the prompts but those that are longer than `task.max_prompt_tokens`, if it is set.
 
-    `seen` is added to. ValueError if none is left of the task, or of a part of it.
+    ValueError if none is left of the task, or of a part of it.
     """
     left: list[Prompt] = []
     why: Counter[str] = Counter()
     for prompt in prompts:
-        part, own = task.part(prompt)
-        if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
-            ids = encode(prompt)
-            known = part.encode() + b"/" + identity(task, prompt, ids)
-            if own.max_prompt_tokens and len(ids) > own.max_prompt_tokens:
-                why[f"longer than task.max_prompt_tokens = {own.max_prompt_tokens}"] += 1
-                continue
-            if own.drop_duplicates and known in seen:
-                why["duplicates (task.drop_duplicates)"] += 1
-                continue
-            seen.add(known)
-        left.append(prompt)
+        own = task.part(prompt)[1]
+        most = own.max_prompt_tokens if isinstance(own, Rendering) else None
+        if most is not None and len(encode(prompt)) > most:
+            why[f"longer than task.max_prompt_tokens = {most}"] += 1
+        else:
+            left.append(prompt)
     for reason, count in why.items():
         log.warning("%d of %d %s prompts are left out: %s", count, len(prompts), what, reason)
     if lost := {task.part(p)[0] for p in prompts} - {task.part(p)[0] for p in left}:
@@ -430,7 +416,7 @@ def evaluation_sets(
         own = named_task(key, use, options, functions)
         with about(f"[{key}]"):  # errors speak of `task.`
             own.check()
-            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
+            prompts = kept(name, own, own.held_out(), encoder(text, own))
         is_cut = own.program is not None
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own), is_cut)
         encoded += zip(prompts, tokens, strict=True)

@@ -39,10 +39,10 @@ class SearchJob:
         """Return the seed of the search with this number."""
         return seed_of(self.setup.config.run.seed, Use.SEARCH, number)
 
-    def gather_deadline(self, groups: int) -> float:
+    def seconds_for(self, groups: int) -> float:
         """Return the seconds in which the groups must arrive. The setting is for a batch."""
-        batches = groups / self.setup.config.trainer.groups
-        return self.settings.gather_deadline * max(1.0, batches)
+        trainer = self.setup.config.trainer
+        return trainer.deadline * max(1.0, groups / trainer.groups)
 
 
 class RejectionMonitor:

@@ -46,11 +46,11 @@ class LocalSearchers:
             self._searcher.reference.load_weights(self._reference)
 
     def gather(self, at_least: int) -> list[Group]:
-        deadline = time.monotonic() + self._job.gather_deadline(at_least)
+        deadline = time.monotonic() + self._job.seconds_for(at_least)
         groups = self._found  # if a search ends the run, they are in its state
         while len(groups) < at_least and not self._stopping():
             if time.monotonic() > deadline:
-                few = f"only {len(groups)} of {at_least} groups within runtime.gather_deadline"
+                few = f"only {len(groups)} of {at_least} groups within trainer.deadline"
                 why = f"rejected since the run began: {dict(self.stats.rejected)}"
                 raise NoAnswerError(f"{few} ({why}); raise that setting")
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")

@@ -72,10 +72,6 @@ class SearcherTask:
     began: float | None = None  # when it could begin and its deadline started
     order: int = field(default_factory=count().__next__)  # of all calls, as they were made
 
-    def is_like(self, other: "SearcherTask") -> bool:
-        """Return whether a searcher may work on both at once."""
-        return (self.kind, self.reference) == (other.kind, other.reference)
-
 
 @dataclass(eq=False)
 class Handle:
@@ -109,7 +105,11 @@ class Handle:
     def begin(self, concurrent: int) -> None:
         """Start the deadlines of the tasks that the searcher can work on now."""
         work = self.work()
-        running = list(islice(takewhile(lambda t: t.is_like(work[0]), work), concurrent))
+        # a searcher works at once on tasks of one kind, with one reference
+        alike = takewhile(
+            lambda t: (t.kind, t.reference) == (work[0].kind, work[0].reference), work
+        )
+        running = list(islice(alike, concurrent))
         for task in self.tasks:
             if task.began is None and (task.kind == "publish" or task in running):
                 task.began = time.monotonic()

@@ -48,6 +48,9 @@ ENDED_BY_USER: Errors = (NotFinite, WrongReference, ValueError)
 CAUSE = 1.0
 """Seconds after the error of a rank in which another may be found dead, which is the cause."""
 
+LARGEST = 2**28
+"""Bytes that no rank sends to others after its part of a step."""
+
 WRITING = "writing"
 """Group of the thread of a rank that writes beside its steps."""
 
@@ -119,7 +122,8 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
     text = json.dumps(plain).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
-    assert longest < 2**28, "no rank of this trainer has sent this"
+    if longest >= LARGEST:
+        raise RuntimeError(f"{int(longest):,} bytes have come, which no rank of this trainer sends")
     own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(every, own)
@@ -192,7 +196,7 @@ class ShardedTrainer:
 
         def write() -> None:
             # Checkpoints has the deadline; a full disk is no fault of the rank
-            self._wait(begin, "write", math.inf, "checkpoint.deadline", (Exception,))
+            self._wait(begin, "write", math.inf, "trainer.deadline", (Exception,))
 
         return write
 

@@ -128,13 +128,13 @@ class RaySearchers:
             return deepcopy(self._stats)
 
     def gather(self, at_least: int) -> list[Group]:
-        limit = self._job.gather_deadline(at_least)
-        what = f"runtime.gather_deadline: {at_least} groups from the searchers"
+        limit = self._job.seconds_for(at_least)
+        what = f"trainer.deadline: {at_least} groups from the searchers"
         groups: list[Group] = []
         with self._changed:
             if not self._searching:
-                first = self._settings.start_deadline + self._job.setup.config.eval.deadline
-                what_first = "eval.deadline: the evaluation before the first search"
+                first = self._settings.start_deadline + self._job.setup.config.trainer.deadline
+                what_first = "trainer.deadline: the evaluation before the first search"
                 self._wait(self._evaluations.handed_out, first, what_first)
             first_task = self._number
             self._requested = at_least
@@ -207,9 +207,10 @@ class RaySearchers:
         with self._changed:
             if finish:
                 self._searching = False  # until the next call of `gather`
-                limit = self._job.setup.config.eval.deadline * max(1, len(self._evaluations.open))
+                each = self._job.setup.config.trainer.deadline
+                limit = each * max(1, len(self._evaluations.open))
                 limit += self._settings.task_deadline * self._in_flight  # searches before them
-                what = "eval.deadline: an evaluation"
+                what = "trainer.deadline: an evaluation"
                 self._wait(lambda: not self._evaluations.open, limit, what)
             return self._evaluations.collect()
 

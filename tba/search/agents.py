@@ -42,8 +42,6 @@ from tba.tasks import Program
 from tba.types import GIVEN, Completion, Sampling, Turn
 
 NO_CALL = Rejected("no_call", "the program has not called the policy")
-BODY = 2**24
-"""Most bytes of a request."""
 WAITING = 1024
 """Most requests at once; others are told to come again."""
 CHATS = 64
@@ -194,14 +192,9 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
 
 
 async def _read(request: Any) -> Request:
-    """Return what is asked for; RefusedError for a body that is too large or wrong."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY:
-            raise RefusedError(413, f"the request has more than {BODY:,} bytes")
+    """Return what is asked for; RefusedError for a body that is wrong."""
     try:
-        return Request.model_validate_json(body)
+        return Request.model_validate_json(await request.body())
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

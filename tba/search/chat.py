@@ -15,7 +15,7 @@ import numpy as np
 from tba.config.errors import about
 from tba.models.decoding import before_stop
 from tba.models.pretrained import Encode, Tokenizer
-from tba.models.template import Roles, limited, normalised, text_of
+from tba.models.template import Roles, normalised, text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import Completion, Trajectory
@@ -215,7 +215,10 @@ class Chat:
     def _after(self, before: Sequence[Message], turn: Message, results: Sequence[Message]) -> str:
         """Return what the template puts after TURN, which stands in this turn."""
         # earlier turns without calls; some templates refuse a turn without content
-        plain = [_without_calls(m) if m["role"] == "assistant" else m for m in before]
+        plain: list[Message] = []
+        for m in before:
+            turn_of_policy = {"role": "assistant", "content": m.get("content") or TURN}
+            plain.append(turn_of_policy if m["role"] == "assistant" else m)
         dialogue = [*_joined([*plain, turn]), *results]
         _, shown, after = self._rendered(self._as_shown(dialogue)).rpartition(TURN)
         return after if shown else ""
@@ -292,7 +295,7 @@ def _end_of_turn(text: Tokenizer) -> tuple[str, int | None]:
     """Return what ends a turn in the chat template: an EOS or added token, with its id, or text."""
     chat = [*QUESTION, {"role": "assistant", "content": TURN}]
     shown = []
-    with suppress(Exception), limited():  # the template is code from outside
+    with suppress(Exception):  # the template is code from outside
         shown = [text.tokenizer.apply_chat_template(chat, tokenize=False, **text.template_kwargs)]
     with suppress(ValueError):  # earlier turns may end in another way than the last one
         shown.append(text.render([*chat, *QUESTION], {}, ()))
@@ -340,11 +343,6 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
             message = {**before, **message, "content": "\n".join(filter(None, texts))}
         joined.append(message)
     return joined
-
-
-def _without_calls(message: Message) -> Message:
-    """Return a turn without its calls; some templates refuse one without content."""
-    return {"role": message["role"], "content": message.get("content") or TURN}
 
 
 def _with_calls(message: Message) -> Message:

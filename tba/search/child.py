@@ -6,13 +6,11 @@ alarms, and async ones in an event loop beside it.
 """
 
 import asyncio
-import io
 import json
 import math
 import os
 import pickle
 import resource
-import selectors
 import signal
 import socket
 import sys
@@ -68,14 +66,6 @@ def _limit(kind: int, most: float) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def _reopen_output() -> None:
-    """Let the next function print, if one has closed standard output or error."""
-    for name in ("stdout", "stderr"):
-        stream = vars(sys)[name]
-        if isinstance(stream, io.IOBase) and stream.closed:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
-
-
 class ScoringServer:
     """The tasks, and the connection to the searcher."""
 
@@ -114,7 +104,6 @@ class ScoringServer:
     def _begin(self, group: bytes) -> Any:
         """Return scores, an awaitable of them, or a rejection of the group."""
         try:
-            _reopen_output()
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
             return scores if isawaitable(scores) else listed(scores)
@@ -137,12 +126,17 @@ class ScoringServer:
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.SelectorEventLoop(_Selector(self._pid))
+        loop = asyncio.new_event_loop()
         threading.Thread(target=_run_until_stopped, args=[loop], daemon=True).start()
         return loop
 
     def _send(self, number: int, scores: list[Any] | Rejected) -> None:
-        """Send a verdict on each score, or the rejection of all."""
+        """Send a verdict on each score, or the rejection of all.
+
+        A function that closes standard output costs its group: the searcher starts a new process.
+        """
+        if sys.stdout.closed:  # no later function could print
+            os._exit(1)
         if isinstance(scores, list):
             try:
                 verdicts = [_as_json(parse_score(score)) for score in scores]
@@ -152,28 +146,11 @@ class ScoringServer:
         return self._reply(number, "rejected", _as_json(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
-        _end_if_forked(self._pid)
+        if os.getpid() != self._pid:  # a function has forked, and both processes return
+            os._exit(1)
         line = json.dumps([number, kind, value]) + "\n"
         with self._sending:
             self._connection.sendall(line.encode())
-
-
-class _Selector(selectors.DefaultSelector):
-    """Tells the event loop what it waits for, in this process only."""
-
-    def __init__(self, pid: int):
-        super().__init__()
-        self._pid = pid
-
-    def select(self, timeout: float | None = None) -> Any:
-        _end_if_forked(self._pid)  # it would take what wakes the loop of this process
-        return super().select(timeout)
-
-
-def _end_if_forked(pid: int) -> None:
-    """End a process that a function has forked and left here."""
-    if os.getpid() != pid:
-        os._exit(1)
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

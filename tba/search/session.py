@@ -208,7 +208,9 @@ class Session:
             if follows and same_tools:
                 earlier.append(exchange)
         if self.history == "template":
-            earlier = [exchange for exchange in earlier if _is_kept(exchange, rendered)]
+            now = squeezed(rendered)
+            shown = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
+            earlier = [e for e, then in zip(earlier, shown, strict=True) if now.startswith(then)]
         return max(earlier, key=lambda exchange: len(exchange.said), default=None)
 
 
@@ -352,12 +354,6 @@ def said_in(message: Message) -> Said:
     thoughts = "".join(str(message.get(name, "")) for name in THOUGHTS)
     plain = json.loads(json.dumps(said), parse_int=float)  # JavaScript writes 1.0 as 1
     return Said(json.dumps(plain, sort_keys=True), thoughts)
-
-
-def _is_kept(exchange: Exchange, rendered: str) -> bool:
-    """Return whether messages are rendered with an exchange as it was, white space aside."""
-    before = squeezed(exchange.asked.rendered) + squeezed(exchange.spoken)
-    return squeezed(rendered).startswith(before)
 
 
 def squeezed(text: str) -> str:

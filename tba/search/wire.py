@@ -32,7 +32,7 @@ IGNORED = {
 }  # fmt: skip
 """Parameters that change nothing, whatever their value."""
 CODES = {
-    400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended", 413: "too_large",
+    400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended",
     499: "gone", 503: "overloaded",
 }  # fmt: skip
 

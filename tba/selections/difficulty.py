@@ -3,12 +3,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tba.config.tables import Positive, Range, Share
+from tba.config.tables import Share
 from tba.prompt import Prompt, passes
 from tba.selections import Counted
 
 if TYPE_CHECKING:
     from tba.types import Group
+
+CANDIDATES = 8
+"""Size of the pool, as a multiple of the number of prompts to choose."""
+PRIOR = (1.0, 1.0)
+"""alpha and beta of the Beta prior, which is uniform."""
 
 
 @dataclass
@@ -17,7 +22,7 @@ class Difficulty(Counted):
 
     MoPPS (arXiv 2507.04632): the success rate of each prompt has a Beta posterior, from which it is
     drawn anew at each choice (Thompson sampling). A group with s right and f wrong answers updates
-    it to alpha' = forgetting alpha + (1 - forgetting) alpha_0 + s, and to beta' likewise with f.
+    it to alpha' = forgetting alpha + (1 - forgetting) + s, and to beta' likewise with f.
     An answer is right if its reward is at least the task's `pass_reward`.
     """
 
@@ -25,10 +30,6 @@ class Difficulty(Counted):
     """Success rate to look for."""
     forgetting: Share = 0.5
     """Share of the earlier evidence to keep at each update: 1 keeps all, 0 only the last group."""
-    candidates: Positive = 8
-    """Size of the pool, as a multiple of the number of prompts to choose."""
-    prior: Range = (1.0, 1.0)
-    """alpha_0 and beta_0 of the Beta prior."""
     _posterior: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)
     """(alpha, beta) by prompt id; other prompts have the prior."""
 
@@ -42,9 +43,9 @@ class Difficulty(Counted):
     def choose(self, count: int) -> list[Prompt]:
         rng = np.random.default_rng([self.seed, self._chosen])
         self._chosen += count
-        size = min(len(self.prompts), count * self.candidates)
+        size = min(len(self.prompts), count * CANDIDATES)
         pool = rng.choice(len(self.prompts), size, replace=False)
-        posteriors = [self._posterior.get(self.prompts[i].id, self.prior) for i in pool]
+        posteriors = [self._posterior.get(self.prompts[i].id, PRIOR) for i in pool]
         alpha, beta = np.array(posteriors).reshape(-1, 2).T
         distance = np.abs(rng.beta(alpha, beta) - self.target)
         nearest = np.resize(pool[np.argsort(distance)], count)  # repeats them if they are too few
@@ -54,8 +55,8 @@ class Difficulty(Counted):
         assert self.pass_reward is not None
         right = sum(passes(t.reward, self.pass_reward) for t in group.trajectories)
         wrong = len(group.trajectories) - right
-        old = self._posterior.get(group.prompt.id, self.prior)
-        kept = self.forgetting * np.array(old) + (1 - self.forgetting) * np.array(self.prior)
+        old = self._posterior.get(group.prompt.id, PRIOR)
+        kept = self.forgetting * np.array(old) + (1 - self.forgetting) * np.array(PRIOR)
         alpha, beta = kept.tolist()
         self._posterior[group.prompt.id] = (alpha + right, beta + wrong)
 

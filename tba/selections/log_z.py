@@ -3,7 +3,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tba.config.tables import PositiveFloat, Share
+from tba.config.tables import PositiveFloat
 from tba.prompt import Prompt
 from tba.selections import Counted
 
@@ -31,8 +31,6 @@ class LogZ(Counted):
     """beta log Z to look for, in units of reward."""
     width: PositiveFloat = 0.25
     """Distance from the target at which a prompt is drawn .61 times as often."""
-    forgetting: Share = 0.5
-    """Share of a prompt's earlier estimate to keep when a group of it arrives."""
     _estimates: dict[str, float] = field(default_factory=dict, init=False)
     """beta log Z by prompt id."""
 
@@ -50,7 +48,7 @@ class LogZ(Counted):
             values.append(t.reward - self.beta * float((t.behavior_logp - t.ref_logp).sum()))
         new = float(np.mean(values))
         old = self._estimates.get(group.prompt.id, new)
-        self._estimates[group.prompt.id] = self.forgetting * old + (1 - self.forgetting) * new
+        self._estimates[group.prompt.id] = (old + new) / 2  # the policy changes
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"estimates": dict(self._estimates)}

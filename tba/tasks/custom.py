@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import inspect
 import math
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
@@ -18,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from traceback import extract_tb
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from tba.config.errors import masked, read_secrets
 from tba.config.plugins import JUDGES, check_options, resolve
@@ -367,15 +366,6 @@ def member(key: str, name: str) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _running(place: str) -> Iterator[None]:
     """Make any error of the user's code, `sys.exit` too, a ValueError with its file and line."""
-    leave = os._exit
-    here = os.getpid()
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != here:  # a child process that the code has forked
-            leave(status)
-        raise SystemExit(status)
-
-    os._exit = refuse  # else the command would end in silence
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -386,8 +376,6 @@ def _running(place: str) -> Iterator[None]:
             at = f"; {ADVICE}"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(masked(f"{place}: {kind}{error}{at}")) from error
-    finally:
-        os._exit = leave
 
 
 @cache

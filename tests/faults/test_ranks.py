@@ -180,7 +180,7 @@ def test_a_rank_that_stops_sleeps_or_raises_is_ended_at_the_deadline(case, tiny_
 def test_a_run_without_restarts_left_ends_with_a_sound_checkpoint(case, tiny_model, watch, caplog):
     """A damaged file is then named, and the checkpoint before it is used."""
     faults = "objective.faults=optimizer kill 1 4,forward kill 0 9"
-    given = config(tiny_model, watch, faults, "trainer.max_restarts=1")
+    given = config(tiny_model, watch, faults, "runtime.max_restarts=1")
     with nothing_is_left() as processes:
         with pytest.raises(TrainerLost, match=f"rank 0 .*1 restart.*\n.*--resume {watch.folder}"):
             run(given)

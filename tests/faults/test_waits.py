@@ -93,10 +93,10 @@ def in_a_publication(seconds: float, model: Path, folder: Path) -> None:
 def in_a_search(seconds: float, model: Path, folder: Path) -> None:
     """In the trainer's process, between the searches of a batch, each of a tenth of a second."""
     settings = ("engine=scripted", "engine.latency=0.1", "runtime.prompts_per_task=1")
-    slow = (f"runtime.gather_deadline={seconds}", "trainer.batch_size=240")
+    slow = (f"trainer.deadline={seconds}", "trainer.batch_size=240")
     with open_run(config(model, folder, *settings, *slow, "eval.prompts=0")) as opened:
         began()
-        with pytest.raises(TimeoutError, match=r"runtime\.gather_deadline"):
+        with pytest.raises(TimeoutError, match=r"trainer\.deadline"):
             opened.searchers.gather(240 // opened.config.trainer.group_size)
         noticed()
 
@@ -174,7 +174,7 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
         return []
 
     calls = Calls(60.0)
-    settings = (f"runtime.gather_deadline={seconds}", "eval.prompts=0", "runtime.use=ray")
+    settings = (f"trainer.deadline={seconds}", "eval.prompts=0", "runtime.use=ray")
     parts = check(config(model, folder, *settings))
     stream = parts.prompt_stream()
     job = SearchJob(parts.search_setup(), stream)
@@ -189,7 +189,7 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
         searchers = ray.RaySearchers(job, cluster, False, lambda: False, state, None)
         try:
             began()
-            with pytest.raises(TimeoutError, match=r"runtime\.gather_deadline"):
+            with pytest.raises(TimeoutError, match=r"trainer\.deadline"):
                 searchers.gather(1)
             noticed()
         finally:

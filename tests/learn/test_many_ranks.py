@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
-from tba.config.tables import FsdpTable
 from tba.models.sharding import shard
 from tba.runs.memory import Needs, planned_machine
 
@@ -57,7 +56,7 @@ def test_a_step_of_one_rank_of_64(model, alone):
     t = trainer(model, "policy.attention=sdpa")
     numbers = sum(p.numel() for p in t.policy.parameters())
     shapes = {name: p.shape for name, p in t.policy.named_parameters()}
-    shard(t.policy, t.policy.model, "cpu", False, RANKS, FsdpTable())
+    shard(t.policy, t.policy.model, "cpu", False, RANKS)
     t = replace(t, rank=RANK, ranks=RANKS)
     batch = random_batch(0, GROUPS, samples=3, longest=8)
     slots = t.slots(batch)

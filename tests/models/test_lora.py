@@ -226,7 +226,7 @@ WHOLE = ('policy.lora.modules_to_save=["lm_head", "embed_tokens", "norm"]',)
 """A head, embeddings, and all norms whose names end so: `input_layernorm`, too."""
 
 
-RESUMED = [(), (*WHOLE, "policy.lora.use_rslora=true"), ("trainer.weights=bf16",)]
+RESUMED = [(), WHOLE, ("trainer.weights=bf16",)]
 
 
 @pytest.mark.parametrize("extra", RESUMED)
@@ -285,10 +285,9 @@ def test_an_adapter_to_start_from_is_the_reference(toy_model, adapter, tmp_path)
 
 
 WRONG = {
-    "policy.lora.r=8": r"the adapter has r = 4; set r, alpha and use_rslora",
+    "policy.lora.r=8": r"the adapter has r = 4; set r and alpha",
     "policy.lora.alpha=9": r"the adapter has lora_alpha = 8; set",
     'policy.lora.target_modules=["q_proj"]': r"is of another model .*down_proj",
-    "policy.lora.use_rslora=true": r"the adapter has use_rslora = False; set",
     'policy.lora.modules_to_save=["norm"]': r"is of another model .*modules_to_save",
     "policy.lora.from=nowhere": r"cannot be read: .*adapter_config\.json",
 }
@@ -318,7 +317,7 @@ def test_an_adapter_of_a_mixture_of_experts_fits(tmp_path, batch):
 def test_an_adapter_that_computes_something_else_is_refused(toy_model, adapter, tmp_path):
     start = shutil.copytree(adapter, tmp_path / "start")
     settings = json.loads((start / SETTINGS).read_text())
-    for change in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+    for change in ({"use_dora": True}, {"use_rslora": True}, {"init_lora_weights": "pissa"}):
         (start / SETTINGS).write_text(json.dumps({**settings, **change}))
         (name,) = change
         with pytest.raises(ValueError, match=f"the adapter has {name} = .*a plain LoRA adapter"):
@@ -340,7 +339,7 @@ def test_what_cannot_work_is_refused_first(toy_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
-@pytest.mark.parametrize("extra", [(), (*WHOLE, "policy.lora.use_rslora=true")])
+@pytest.mark.parametrize("extra", [(), WHOLE])
 def test_both_exports_compute_what_the_trainer_does(toy_model, tmp_path, extra):
     from peft import PeftModel
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -206,28 +204,6 @@ def test_a_chat_that_the_template_refuses_is_told(make_model, template):
     told = f"prompt 'a': the tokenizer's chat template refuses it{REFUSING[template]}"
     with pytest.raises(ValueError, match=told):
         text.encode(Prompt("a", [{"role": "system", "content": "1+1="}]))
-
-
-@pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "vocab.txt", "chat_template.jinja"]
-)
-def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(make_model, file):
-    model = make_model()
-    with (model / file).open("ab") as opened:
-        opened.truncate(100 * 2**20)  # a hole: it takes no room on the disk
-    with pytest.raises(ValueError, match=rf"its {file} has .*, and the limit is") as refused:
-        load_text(PolicyTable(model=str(model)))
-    assert "policy.model" in str(refused.value)
-
-
-def test_a_template_without_end_ends_the_process_with_its_line():
-    code = """from tba.models import template
-template.SECONDS = 1
-with template.limited():
-    9**9**9"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("Timeout (0:00:01)!") and "line 4" in ended.stderr
 
 
 @pytest.mark.parametrize(("major", "expected"), [(7, False), (8, True)])

@@ -240,7 +240,6 @@ def test_options_without_a_sense_are_refused():
         (Oapl, {"beta": 0.0}),
         (Oapl, {"value_beta": 0.0}),
         (M2po, {"threshold": 0.0}),
-        (Vespo, {"k_positive": 0.0}),
         (Cispo, {"cap": -1.0}),
         (Gspo, {"clip": 0.0}),
         (TrajectoryBalance, {"alpha": 0.5, "taper": "reward"}),

@@ -35,7 +35,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     trainer.state = "changed"
     assert names(tmp_path) == [".step-00000001"]
     assert checkpoints.metrics() == {}
-    message = r"checkpoint of step 1 was not written within checkpoint.deadline = 0.1 s; raise it"
+    message = r"checkpoint of step 1 was not written within trainer.deadline = 0.1 s; raise it"
     with pytest.raises(TimeoutError, match=message):
         save(checkpoints, trainer, 2)
     with pytest.raises(TimeoutError, match=message):

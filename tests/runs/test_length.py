@@ -120,7 +120,9 @@ def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, tmp_p
     assert (explicit.eval.patience, explicit.checkpoint.keep_best) == (2, False)
 
 
-@pytest.mark.parametrize("setting", ["eval.prompts=7", "eval.seed=2", "task.held_out_size=7"])
+@pytest.mark.parametrize(
+    "setting", ["eval.prompts=7", "eval.temperature=0.7", "task.held_out_size=7"]
+)
 def test_a_resume_with_other_held_out_prompts_is_told_once(setting, tmp_path):
     folder = tmp_path / "run"
     run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))

@@ -1,6 +1,5 @@
 """Readers of checkpoints beside a run that removes them: they hold what they read."""
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -114,14 +113,10 @@ def replaced(path: Path, plant: Callable[[Path], object]) -> None:
 
 
 HOSTILE: dict[str, Callable[[Path], object]] = {
-    "manifest-pipe": lambda g: replaced(g / MANIFEST, os.mkfifo),
     "manifest-device": lambda g: replaced(g / MANIFEST, lambda p: p.symlink_to("/dev/zero")),
     "manifest-deep": lambda g: (g / MANIFEST).write_text('{"a":' * 100_000),
-    "manifest-holes": lambda g: os.truncate(g / MANIFEST, 2**34),
     "file-device": lambda g: replaced(g / "state.json", lambda p: p.symlink_to("/dev/zero")),
     "file-link": lambda g: linked(g / "state.json"),
-    "file-holes": lambda g: os.truncate(g / "state", 2**43),
-    "another-pipe": lambda g: os.mkfifo(g / "model" / "added_tokens.json"),
     "folder-link": lambda g: linked(g / "model"),
     "step-link": linked,
 }

@@ -96,11 +96,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, dict[str, Any]]:
     return recorder, opened
 
 
-def test_wandb_gets_metrics_and_tables(wandb, tmp_path):
+def test_wandb_gets_metrics_and_tables(wandb, tmp_path, monkeypatch):
     recorder, opened = wandb
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     write(tmp_path, config("log.wandb=true"))
     assert opened["name"] == tmp_path.name and opened["resume"] == "allow"
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
+    assert opened["project"] == "mine"
     first, second = recorder.logged("loss")
     assert (first["kl"], first["step"], second["step"]) == (0.01, 1, 5)
     tables = [given["completions"] for given in recorder.logged("completions")]

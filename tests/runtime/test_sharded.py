@@ -53,6 +53,9 @@ def test_ranks_exchange_numbers_and_unpickle_nothing(tmp_path, monkeypatch):
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     metrics = {"loss": torch.tensor([0.1, -1e-30]), "full": torch.tensor([True, False])}
     first, second = _gather([Ran(metrics, 3, 1), Ran({}, 2, 2)])
+    monkeypatch.setattr("tba.runtime.ranks.LARGEST", 10)
+    with pytest.raises(RuntimeError, match="bytes have come, which no rank of this trainer sends"):
+        _gather([Ran(metrics, 3, 1)])
     distributed.destroy_process_group()
     assert first.metrics.keys() == metrics.keys() and (first.tokens, first.padding) == (3, 1)
     for name, values in metrics.items():

@@ -40,7 +40,7 @@ pytest.importorskip("uvicorn", reason="needs tba[agents]")
 pytestmark = pytest.mark.slow
 
 REASONS = {
-    "sound": None, "leaves": None, "vanishes": None, "long": None, "large": None, "many": None,
+    "sound": None, "leaves": None, "vanishes": None, "long": None, "many": None,
     "late": None, "silent": "no_call", "raises": "raised", "nan": "not_finite", "none": "none",
     "hangs": "timeout",
 }  # fmt: skip

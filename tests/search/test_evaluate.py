@@ -24,7 +24,7 @@ from tba.runs.console import Console
 from tba.runs.offline import evaluate_run
 from tba.runs.setup import check
 from tba.runs.summary import by_part
-from tba.search.evaluate import evaluate_held_out, evaluate_piece, join, pieces, stderr
+from tba.search.evaluate import SEED, evaluate_held_out, evaluate_piece, join, pieces, stderr
 from tba.search.searcher import Searcher
 from tba.streams import Use, seed_of
 from tba.types import Completion, Sampling, collate
@@ -56,7 +56,7 @@ def answered(searcher: Searcher, mode: str) -> Iterator[tuple[np.ndarray, Comple
         first = number * settings.prompts_per_task
         prompts = setup.held_out[first : first + settings.prompts_per_task]
         tokens = [searcher.text.encode(p) for p in prompts]
-        piece = seed_of(settings.seed, Use.EVALUATION, number)
+        piece = seed_of(SEED, Use.EVALUATION, number)
         groups = searcher.engine.generate(tokens, sampling, seed_of(piece, Use.GENERATION, 0))
         for prompt, group in zip(tokens, groups, strict=True):
             for completion in group:

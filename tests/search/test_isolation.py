@@ -50,7 +50,7 @@ def guard() -> Iterator[Scoring]:
         ("memory", ["memory", 8.0]),  # the process lives, and scores each answer alone
         ("interrupt", ["raised", 8.0]),
         ("prints", [6.0, 8.0]),
-        ("closed", [6.0, 8.0]),
+        ("closed", ["died", "died"]),
     ],
 )
 def test_a_reward_that_misbehaves_costs_its_own_group(guard, text, expected):
@@ -271,11 +271,6 @@ def fork(completions):
     if os.fork() == 0:
         sys.exit()  # and not os._exit
     return [one(c) for c in completions]
-
-async def fork_beside(completions):
-    if os.fork() == 0:
-        await asyncio.sleep(1)  # in the event loop of its parent
-    return [one(c) for c in completions]
 """
 """Functions that start processes; their file is imported by those that are not forked."""
 
@@ -284,15 +279,14 @@ async def fork_beside(completions):
 def test_a_function_may_start_processes_of_its_own(kind, tmp_path):
     (tmp_path / f"starts_{kind}.py").write_text(STARTS.replace("{kind}", kind))
     names = ["pool", "executor", "process"]
-    names += ["program", "fork", "fork_beside"] if kind == "fork" else []
+    names += ["program", "fork"] if kind == "fork" else []
     tasks = {}
     for name in names:
         tasks[name] = partial(Custom, data="", reward=f"{tmp_path}/starts_{kind}.py:{name}")
     built = {name: task() for name, task in tasks.items()}
     guard = Scoring(built, ScoringProcess(tasks, 1.0), 20.0)
     for name in names:
-        # what a fork has left takes nothing from the next call
-        for _ in range(8 if name == "fork_beside" else 2):
+        for _ in range(2):
             verdicts = guard([Prompt("0", "?")], [[Answer("four", True)]], (name, None))
             assert verdicts == [[4.0]], name
     guard.close()

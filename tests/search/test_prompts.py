@@ -215,18 +215,16 @@ def test_difficulty_follows_a_policy_that_learns_because_it_forgets():
 
 
 def test_difficulty_is_the_papers_update():
-    selection = Difficulty(PROMPTS, 0, 0.5, forgetting=0.75, prior=(2.0, 4.0))
+    selection = Difficulty(PROMPTS, 0, 0.5, forgetting=0.75)
     selection.learn(answered(PROMPTS[1], right=3, answers=5))
     selection.learn(answered(PROMPTS[1], right=1, answers=5))
-    first = (0.75 * 2 + 0.25 * 2 + 3, 0.75 * 4 + 0.25 * 4 + 2)
-    assert selection.state()["posterior"] == {
-        "p1": [0.75 * first[0] + 0.25 * 2 + 1, 0.75 * first[1] + 0.25 * 4 + 4]
-    }  # and no other
+    first = (1 + 3, 1 + 2)
+    posterior = [0.75 * first[0] + 0.25 + 1, 0.75 * first[1] + 0.25 + 4]
+    assert selection.state()["posterior"] == {"p1": posterior}  # and no other
 
 
-@pytest.mark.parametrize("candidates", [1, 3])
-def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates):
-    selection = Difficulty(PROMPTS, 0, 1.0, candidates=candidates)
+def test_difficulty_takes_none_twice_unless_there_are_too_few():
+    selection = Difficulty(PROMPTS, 0, 1.0)
     for _ in range(50):
         assert len(set(ids(selection.choose(6)))) == 6
         assert set(Counter(ids(selection.choose(14))).values()) == {2}
@@ -238,8 +236,7 @@ def test_difficulty_takes_none_twice_unless_there_are_too_few(candidates):
         (["task=toy.Toy"], "the task has no pass_reward"),
         (["selection.target=1.5"], "selection.target = 1.5: Input should be less"),
         (["selection.forgetting=-1"], "selection.forgetting = -1: Input should be"),
-        (["selection.candidates=0"], "selection.candidates = 0: Input should be"),
-        (["selection.prior=[0, 1]"], "selection.prior.0 = 0: Input should be greater than 0"),
+        (["selection.candidates=4"], "no such option: it is gone; the pool is 8 times"),
         (["selection.pass_reward=1"], "no such option"),
     ],
 )
@@ -265,7 +262,7 @@ def test_prompts_that_are_equally_far_from_the_target_are_drawn_alike():
 
 def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence():
     """.4, and then .8 - .5 (3 - 2), of which each counts half; no other prompt is known."""
-    selection = LogZ(PROMPTS, 0, None, beta=0.5, forgetting=0.5)
+    selection = LogZ(PROMPTS, 0, None, beta=0.5)
     selection.learn(answered(PROMPTS[1], right=2, answers=5))
     assert selection.state()["estimates"] == {"p1": pytest.approx(0.4)}
     selection.learn(with_logp(answered(PROMPTS[1], right=4, answers=5), -2.0, -3.0))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import Judge, Reply
 
-from tba.tasks.judges.http import LARGEST, Http, JudgeError, is_loopback, tell_proxy
+from tba.tasks.judges.http import LARGEST, Http, JudgeError
 
 
 @pytest.fixture
@@ -118,31 +118,3 @@ def test_nothing_that_a_server_sends_is_told_where_it_may_repeat_the_key(asked):
         assert "Wrong" not in str(error.value)
         with pytest.raises(JudgeError, match="Wrong key"):
             asked(Reply(status, f"Wrong key {KEY} given"))
-
-
-LOOPBACK = ["127.0.0.2:8", "[::1]", "0.0.0.0", "[::]", "LOCALHOST", "judge.localhost"]
-
-
-@pytest.mark.parametrize("host", LOOPBACK)
-def test_no_proxy_leads_to_this_machine(host):
-    assert is_loopback(f"http://{host}/x")
-
-
-@pytest.mark.parametrize("host", ["localhost.example.org", "10.0.0.1", "[::ffff:10.0.0.1]"])
-def test_a_proxy_that_leads_to_others_is_named_once(host, caplog, monkeypatch):
-    monkeypatch.setenv("all_proxy", "http://user:password@127.0.0.1:9")
-    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    url = f"http://{host}/x"
-    assert not is_loopback(url)
-    tell_proxy.cache_clear()
-    for asked in (url, url, "http://localhost/x"):
-        tell_proxy(asked)
-    assert caplog.messages == [f"{url} is asked through a proxy of the environment, 127.0.0.1:9"]
-
-
-def test_a_proxy_of_the_environment_is_not_used_for_it(asked, monkeypatch):
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.setenv(name, "http://user:password@127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    assert asked(Reply(200, data((0, [0.5])))) == [0.5]

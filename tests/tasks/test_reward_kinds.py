@@ -1,10 +1,8 @@
 """What a reward function may return, and what may be a reward function."""
 
-import os
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -143,7 +141,6 @@ def test_what_has_no_order_is_refused_as_a_whole(whole):
 
 BROKEN = {
     "import sys; sys.exit(4)": "SystemExit: 4",
-    "import os; os._exit(0)": "SystemExit: 0",
     "quit()": "SystemExit: None",
     "def f(:": "SyntaxError: invalid syntax (bad.py, line 2)",
     "import a_package_that_nobody_has": "ModuleNotFoundError: No module named 'a_package_that_nob",
@@ -194,18 +191,3 @@ def test_a_traceback_begins_in_the_users_file(name, tmp_path):
     lines = verdict.detail.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and "raising.py" in lines[1]
     assert "tba/tasks" not in verdict.detail and "tba/search" not in verdict.detail
-
-
-def test_a_file_may_fork_while_it_is_imported(tmp_path):
-    code = """
-    import os
-    if not (pid := os.fork()):
-        os._exit(3)
-    _, status = os.waitpid(pid, 0)
-    def f(completions):
-        return [status >> 8] * len(completions)
-    """
-    (tmp_path / "forks.py").write_text(dedent(code))
-    before = os._exit
-    assert reward_function("task.reward", f"{tmp_path}/forks.py:f")(["a"]) == [3]
-    assert os._exit is before

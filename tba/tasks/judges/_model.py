@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.tables import PolicyTable
 from tba.models import model_path
 from tba.models.pretrained import check_files, computes_in_bf16, context, load_files, load_weighted
-from tba.models.template import limited
 from tba.tasks.judges import Judge, Text, conversation, fill
 
 Dtype = Literal["auto", "fp32", "bf16"]
@@ -120,13 +119,12 @@ class JudgeModel:
         if template is not None:
             rows = self.tokenizer([fill(template, *pair) for pair in pairs])["input_ids"]
         else:
-            with limited():
-                rows = self.tokenizer.apply_chat_template(
-                    [conversation(*pair) for pair in pairs],
-                    add_generation_prompt=asks,
-                    sanitize_control_tokens=True,  # which a policy could write
-                    return_dict=True,
-                )["input_ids"]
+            rows = self.tokenizer.apply_chat_template(
+                [conversation(*pair) for pair in pairs],
+                add_generation_prompt=asks,
+                sanitize_control_tokens=True,  # which a policy could write
+                return_dict=True,
+            )["input_ids"]
         longest = min(context(self.config, self.tokenizer), self.tokenizer.model_max_length)
         for row in rows:
             if not 1 <= len(row) <= longest:

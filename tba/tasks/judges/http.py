@@ -1,21 +1,18 @@
 """A classifier behind an HTTP server, as vLLM serves it."""
 
 import asyncio
-import logging
 import math
 import random
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from ipaddress import ip_address
 from typing import Any, Literal
-from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from tba.config.tables import Count, Finite, Positive
+from tba.config.tables import Count, Finite
 from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 
@@ -30,8 +27,6 @@ LARGEST = 2**22
 SHOWN = 300
 """Most characters of an answer that an error shows."""
 HIDDEN = "(what it sent is not shown, because it may have the key in it)"
-
-log = logging.getLogger(__name__)
 
 
 class JudgeError(RuntimeError):
@@ -94,8 +89,6 @@ class Http(Judge):
     """Seconds for each request, and for its wait until another request has ended."""
     retries: Count = 4
     """Repetitions after 429, 5xx, a lost connection or the deadline, at growing intervals."""
-    concurrency: Positive = 32
-    """Requests at one time for a group."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +112,6 @@ class Http(Judge):
 
     def check(self) -> None:
         """Score a short text; ValueError if the server does not do so within 5 seconds."""
-        tell_proxy(self.url)
         judge = replace(self, retries=0, deadline=min(self.deadline, 0.9 * REACHED_WITHIN))
         # in a thread, because a notebook has an event loop, and a name's look-up has no deadline
         (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
@@ -140,8 +132,6 @@ class Http(Judge):
         client = httpx2.AsyncClient(
             headers=headers,
             timeout=None,  # `_post` has its own
-            limits=httpx2.Limits(max_connections=self.concurrency),
-            trust_env=not is_loopback(self.url),
             verify=_tls(),
         )
         try:
@@ -239,24 +229,3 @@ async def _read(response: httpx2.Response) -> bytes:
         if len(body) > LARGEST:
             raise ValueError(f"answered with more than {LARGEST:,} bytes")
     return bytes(body)
-
-
-def is_loopback(url: str) -> bool:
-    """Return whether a server is on this machine, so that no proxy leads to it."""
-    host = httpx2.URL(url).host
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
-
-
-@cache
-def tell_proxy(url: str) -> None:
-    """Log once, without its password, which proxy of the environment leads to a server."""
-    proxies = getproxies()
-    asked = httpx2.URL(url)
-    proxy = proxies.get(asked.scheme) or proxies.get("all")
-    if proxy and not is_loopback(url) and not proxy_bypass(asked.host):
-        told = "%s is asked through a proxy of the environment, %s"
-        log.warning(told, url, proxy.rpartition("@")[2])
