@@ -339,9 +339,10 @@ def read_prompts(
 ) -> tuple[list[Prompt], list[Prompt], list[Encoded]]:
     """Return the prompts to train on, those held out, and all of these with their tokens."""
     encode = encoder(text, task)
-    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode)
+    seen: set[bytes] = set()
+    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
     held_out = kept_back[: config.eval.prompts]
-    prompts = kept("training", task, task.prompts(), encode)
+    prompts = kept("training", task, task.prompts(), encode, seen)
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     used = [*prompts, *held_out]
@@ -373,20 +374,28 @@ def _without_held_out(
     return left
 
 
-def kept(what: str, task: Task, prompts: Sequence[Prompt], encode: Encode) -> list[Prompt]:
-    """Return the prompts but those that are longer than `task.max_prompt_tokens`, if it is set.
+def kept(
+    what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
+) -> list[Prompt]:
+    """Return the prompts but those that are too long, or have been `seen`, if the task says so.
 
-    ValueError if none is left of the task, or of a part of it.
+    `seen` is added to. ValueError if none is left of the task, or of a part of it.
     """
     left: list[Prompt] = []
     why: Counter[str] = Counter()
     for prompt in prompts:
-        own = task.part(prompt)[1]
-        most = own.max_prompt_tokens if isinstance(own, Rendering) else None
-        if most is not None and len(encode(prompt)) > most:
-            why[f"longer than task.max_prompt_tokens = {most}"] += 1
-        else:
-            left.append(prompt)
+        part, own = task.part(prompt)
+        if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
+            ids = encode(prompt)
+            known = part.encode() + b"/" + identity(task, prompt, ids)
+            if own.max_prompt_tokens and len(ids) > own.max_prompt_tokens:
+                why[f"longer than task.max_prompt_tokens = {own.max_prompt_tokens}"] += 1
+                continue
+            if own.drop_duplicates and known in seen:
+                why["duplicates (task.drop_duplicates)"] += 1
+                continue
+            seen.add(known)
+        left.append(prompt)
     for reason, count in why.items():
         log.warning("%d of %d %s prompts are left out: %s", count, len(prompts), what, reason)
     if lost := {task.part(p)[0] for p in prompts} - {task.part(p)[0] for p in left}:
@@ -416,7 +425,7 @@ def evaluation_sets(
         own = named_task(key, use, options, functions)
         with about(f"[{key}]"):  # errors speak of `task.`
             own.check()
-            prompts = kept(name, own, own.held_out(), encoder(text, own))
+            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
         is_cut = own.program is not None
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own), is_cut)
         encoded += zip(prompts, tokens, strict=True)

@@ -72,6 +72,8 @@ class Rendering:
     """Template of the response in an example."""
     max_prompt_tokens: Positive | None = None
     """Most tokens of a prompt; longer ones are left out, and counted. Default: no limit."""
+    drop_duplicates: bool = False
+    """Keep the first of all rows with the same prompt, and train on none that is held out."""
 
     def __post_init__(self) -> None:
         if not any(column for _, column in PLACEHOLDER.findall(self.prompt)):

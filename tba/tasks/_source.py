@@ -25,7 +25,8 @@ from tba.tasks._memory import Functions
 UNUSED = {
     *("data", "split", "subset", "prompt_column", "answer_column", "train_size", "size", "seed"),
     *("held_out_data", "held_out_split", "held_out_size", "pass_reward", "gold", "weight", "chat"),
-    *("prompt", "system_prompt", "shots", "shot_response", "max_turns", "max_prompt_tokens"),
+    *("prompt", "system_prompt", "shots", "shot_response", "max_turns"),
+    *("max_prompt_tokens", "drop_duplicates"),
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key"),
 }
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""

@@ -220,12 +220,21 @@ def test_long_prompts_are_left_out_and_counted(model, data, tmp_path, caplog):
         check(config(folder, {**data, "max_prompt_tokens": 0}))
 
 
-def test_held_out_rows_are_not_trained_on(model, data, tmp_path, caplog):
+def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, caplog):
     texts = ["1?", "2?", "1?", "9?", "3?", "9?", "8?", "9?"]
     rows = [{"question": text, "solution": str(i)} for i, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = model()
     assert len(check(config(folder, {**data, "held_out_size": 3})).prompts) == 4
     assert "1 of 5 training prompts are also held out, and not trained on" in caplog.text
-    first = check(config(folder, {**data, "held_out_size": 3}, eval={"prompts": 1}))
-    assert len(first.prompts) == 4  # rows that are kept back are not trained on, either
+    caplog.clear()
+    parts = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}))
+    kept = [(p.text, p.columns["answer"]) for p in (*parts.prompts, *parts.held_out)]
+    assert kept == [("1?", "0"), ("2?", "1"), ("3?", "4"), ("9?", "5"), ("8?", "6")]
+    told = "%d of %d %s prompts are left out: duplicates (task.drop_duplicates)"
+    assert caplog.messages == [told % (1, 3, "held-out"), told % (2, 5, "training")]
+    part = {"use": "custom", **data, "held_out_size": 3, "drop_duplicates": True}
+    first = check(config(folder, part, eval={"prompts": 1}))
+    assert len(first.prompts) == 3  # rows that are kept back are not trained on, either
+    mixed = check(config(folder, {"use": "mixture", "parts": {"a": part, "b": part}}))
+    assert len(mixed.prompts) == 6  # the rewards of parts are different
