@@ -58,8 +58,8 @@ def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path
 
 
 def test_exploration_at_random_temperatures_and_a_tempered_target(shallow_toy_model, tmp_path):
-    """Half of the searches explore; the target is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z."""
-    explore = ("sampling.explore=[0.5, 2.0]",)
+    """All searches explore; the target is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z."""
+    explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=1.0")
     tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=80}")
     settings = (*explore, *tempered, "run.steps=300")
     config = by_tb(shallow_toy_model, tmp_path / "run", *settings)

@@ -183,9 +183,9 @@ class SamplingTable(Table):
     stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
     explore: Range | None = key(
         None,
-        "range to draw the temperature of every second search task from, on average; log-probs"
-        " stay at `temperature`",
+        "range to draw the temperature of a search task from; log-probs stay at `temperature`",
     )
+    explore_share: PositiveShare = key(0.5, "share of the search tasks whose temperature is drawn")
 
     @field_validator("truncated", mode="before")
     @classmethod

@@ -141,7 +141,7 @@ class RunSetup(Data):
         c = self.config
         return SearchSetup(
             config=c,
-            sampling=Sampling(**c.sampling.model_dump(exclude={"explore"})),
+            sampling=Sampling(**c.sampling.model_dump(exclude={"explore", "explore_share"})),
             held_out=tuple(self.held_out),
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,

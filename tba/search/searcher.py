@@ -270,7 +270,7 @@ class Searcher:
         sampling = self.setup.sampling
         settings = self.setup.config.sampling
         rng = generator(seed, Use.EXPLORATION)
-        if settings.explore is None or rng.random() >= 0.5:
+        if settings.explore is None or rng.random() >= settings.explore_share:
             return sampling
         low, high = settings.explore
         return replace(sampling, explore=low + (high - low) * rng.random())
