@@ -61,7 +61,7 @@ def test_exploration_at_random_temperatures_and_a_tempered_target(shallow_toy_mo
     """All searches explore; the target is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z."""
     explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=1.0")
     tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=80}")
-    settings = (*explore, *tempered, "run.steps=300")
+    settings = (*explore, *tempered, "run.steps=200")
     config = by_tb(shallow_toy_model, tmp_path / "run", *settings)
     run = run_and_keep(config)
     distances = []
