@@ -44,7 +44,7 @@ Settings = Annotated[list[str] | None, Argument(metavar=KEY, help="Settings to o
 ConfigSettings = Annotated[
     list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
-DryRun = Annotated[bool, Option("--dry-run", help="Check the config and print it; do not train.")]
+DryRun = Annotated[bool, Option("--dry-run", help="The same as `tba check`.")]
 Gpus = Annotated[
     str | None,
     Option(metavar="NxGB", help="Plan for these GPUs, such as 4x80, not this machine's."),
@@ -89,23 +89,60 @@ def train(
     if rescore or drop_replay:
         replay = "rescore" if rescore else "drop"
     config = placed(_config(settings or [], resume))
-    if not dry_run:
-        if resume is not None and tell_finished(resume, config):
-            return
-        announce(config)
-    check_start(config, resume)
-    if not dry_run:
-        from tba.assemble import run
-
-        run(config, resume, replay)
+    if not dry_run and resume is not None and tell_finished(resume, config):
         return
-    from tba.runs.dry_run import dry_run as check
+    announce(config)
+    check_start(config, resume)
+    if dry_run:
+        _check(config, gpus, resume, replay)
+        return
+    from tba.assemble import run
+
+    run(config, resume, replay)
+
+
+@app.command(context_settings=PASS_ON)
+def check(
+    settings: ConfigSettings = None,
+    machine: Annotated[
+        bool, Option("--machine", help="Examine this machine, too, and make a short run.")
+    ] = False,
+    gpus: Gpus = None,
+    verbose: Annotated[bool, Option("--verbose", help="Print the whole config as TOML.")] = False,
+) -> None:
+    """Check a config: its data, reward, memory and seconds a step. Nothing is trained.
+
+    Without a config, the machine is examined: versions, GPUs, disks, network, and a short run of
+    the demo. That text is for bug reports. The exit status is 1 if something is off.
+    """
+    config = placed(_config(settings or [], None))
+    off = []
+    if machine or not settings:
+        from tba.doctor import examine
+
+        off = examine(config)
+        print()
+    if settings:
+        announce(config)
+        check_start(config, None)
+        _check(config, gpus, verbose=verbose)
+    if off:
+        raise Exit(1)
+
+
+def _check(
+    config: Config, gpus: str | None, resume: Path | None = None, replay: Replay = "keep",
+    verbose: bool = False,
+) -> None:  # fmt: skip
+    """Print what a dry run has to say, with the verdict last."""
+    from tba.runs.dry_run import as_toml, dry_run
     from tba.runs.memory import planned_machine
 
     planned = None if gpus is None else planned_machine(gpus)
-    tables, told = check(config, resume, replay, planned)
-    print(printable("\n".join(told)), file=sys.stderr, flush=True)
-    print(json.dumps(tables, indent=1))
+    tables, lines = dry_run(config, resume, replay, planned)
+    if verbose:
+        print(as_toml(tables, config.model_dump(exclude_unset=True, by_alias=True)), end="\n\n")
+    print(printable("\n".join(lines)))
 
 
 @app.command(context_settings=PASS_ON)
@@ -246,19 +283,6 @@ def serve(
     from tba.runs.offline import serve as start
 
     start(config, run, step, port)
-
-
-@app.command(context_settings=PASS_ON)
-def doctor(settings: ConfigSettings = None) -> None:
-    """Examine this machine and a config: versions, GPUs, disks, network, and a short run.
-
-    The text is for bug reports. The exit status is 1 if something is off.
-    """
-    config = placed(_config(settings or [], None))
-    from tba.doctor import examine
-
-    if examine(config):
-        raise Exit(1)
 
 
 @app.command(context_settings=PASS_ON)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,12 +131,17 @@ def test_the_advice_about_eos_works(make_model):
 
 def test_a_dry_run_prints_the_whole_config_and_starts_nothing(folder, command):
     before = set(folder.iterdir())
-    ended = command("train", "run.toml", "--dry-run", "objective=rloo", "objective.beta=0.3")
+    settings = ("run.toml", "objective=rloo", "objective.beta=0.3")
+    ended = command("check", *settings, "--verbose")
     left = {file for file in folder.iterdir() if file.name != "__pycache__"}
     assert not ended.status and left == before
     counts = "config OK (dry run): 3 training prompts, 2 held out"
-    assert ended.err.splitlines()[-1] == counts
-    printed = Config(**json.loads(ended.out))
+    assert ended.out.splitlines()[-1] == counts
+    text = ended.out.partition("\n\n[run]")[2].partition("\n\nfirst prompt")[0]
+    printed = Config(**tomllib.loads(f"[run]{text}"))
+    assert "beta = 0.3\n" in text and 'importance = "none"  # default\n' in text
+    alias = command("train", *settings, "--dry-run")
+    assert "[run]" not in alias.out and alias.out.splitlines()[-1] == counts
     assert printed.objective.options == {"beta": 0.3, "importance": "none", "importance_cap": 2.0}
     assert (printed.trainer.batch_size, printed.run.steps) == (12, Config().run.steps)
 

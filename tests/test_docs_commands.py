@@ -28,9 +28,9 @@ ELSEWHERE = {
     "tba report runs/tldr_small/study": "studies/test_study_report.py",
     "tba report runs/my_study": "studies/test_study_report.py",
     "tba export RUN FOLDER --adapter": "models/test_lora.py",
-    "tba doctor run.toml": "test_doctor.py",
+    "tba check run.toml --machine": "test_doctor.py",
     "tba serve HuggingFaceTB/SmolLM2-135M-Instruct": "runs/test_rollout_files.py",
-    "tba train agent.toml --dry-run": "runs/test_rollout_files.py",
+    "tba check agent.toml": "runs/test_rollout_files.py",
     "tba train agent.toml run.folder=runs/agent": "search/test_agents.py",
     "tba rollouts RUN file.jsonl": "runs/test_rollout_files.py",
     "tba launch run.toml --slurm --nodes 2 --gpus 8 run.folder=/shared/runs/first '>' job.sh": (
@@ -107,7 +107,7 @@ def stood_in(words: list[str], model: Path, problems: Path) -> list[str]:
         return [command, *rest, *(["eval.prompts=3"] if "run.toml" in rest else [])]
     if command == "export":
         return [command, *("runs/exported" if word == "FOLDER" else word for word in rest)]
-    if command != "train":
+    if command not in ("train", "check"):
         return words[:1] + rest
     if "--resume" in rest:
         return [command, *rest, "run.steps=200", "--dry-run"]
@@ -119,7 +119,7 @@ def stood_in(words: list[str], model: Path, problems: Path) -> list[str]:
         settings += DEFAULT
     if "experiments/gsm8k_smollm2.toml" in rest:
         settings.append(f"task.data={problems}")
-    dry = [] if "--dry-run" in rest else ["--dry-run"]
+    dry = [] if command == "check" or "--dry-run" in rest else ["--dry-run"]
     return [command, *rest, *settings, *dry]
 
 

@@ -150,7 +150,7 @@ def test_a_full_disk_and_shared_memory_for_reading_only(tiny_model, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     chosen = as_settings(config(tiny_model, disk / "run"))
-    command = [sys.executable, "-m", "tba.cli", "doctor", *chosen]
+    command = [sys.executable, "-m", "tba.cli", "check", "--machine", *chosen]
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", MOUNTED, str(disk), *command],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=240,

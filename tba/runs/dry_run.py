@@ -1,6 +1,9 @@
 """The dry run of a config: all checks, the first prompts, calls of the reward, and needs."""
 
+import json
+import re
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +92,33 @@ def dry_run(
         lines.append(f"not checked, because the run is planned for other machines: {UNCHECKED}")
     counts = f"{len(setup.prompts)} training prompts, {len(setup.held_out)} held out"
     return setup.config.nested(), [*lines, f"config OK (dry run): {counts}"]
+
+
+def as_toml(tables: Mapping[str, Any], given: Mapping[str, Any], name: str = "") -> str:
+    """Return the tables of a config as TOML; what was not `given` is marked as a default."""
+    inner = {key: value for key, value in tables.items() if isinstance(value, dict)}
+    lines = [f"\n[{name}]"] if name else []
+    for key, value in tables.items():
+        if key not in inner:
+            lines.append(f"{key} = {_value(value)}" + ("" if key in given else "  # default"))
+    for key, table in inner.items():
+        known = own if isinstance(own := given.get(key), Mapping) else {}
+        lines.append(as_toml(table, known, f"{name}.{_key(key)}" if name else _key(key)))
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    """Return a value as TOML: as JSON, but for tables."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(key)} = {_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value).lower()
+
+
+def _key(key: str) -> str:
+    """Return a key as TOML, in quotes if it needs them."""
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
 
 
 def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 import tba
 from tba.cli import train
 from tba.config.schema import load
+from tba.runs.setup import check
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -95,9 +96,9 @@ def settings_of(name: str, fakes: list[str]) -> list[str]:
 def test_a_dry_run_accepts_it(name, fakes, capsys):
     """And what it would run has the paper's settings, defaults included."""
     train([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, fakes)], dry_run=True)
-    told = capsys.readouterr()
-    assert "config OK (dry run): 24 training prompts, 16 held out" in told.err
-    checked = json.loads(told.out)
+    out = capsys.readouterr().out
+    assert "config OK (dry run): 24 training prompts, 16 held out" in out
+    checked = check(load(EXPERIMENTS / f"{name}.toml", settings_of(name, fakes))).config.nested()
     for table, options in PAPER.get(name, {}).items():
         own = {key: value for key, value in options.items() if key not in OVERRIDDEN}
         assert {key: checked[table].get(key) for key in own} == own
