@@ -133,7 +133,7 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(folder, command):
     ended = command("train", "run.toml", "--dry-run", "objective=rloo", "objective.beta=0.3")
     left = {file for file in folder.iterdir() if file.name != "__pycache__"}
     assert not ended.status and left == before
-    counts = "config OK (dry run): 3 training prompts, 2 held out"
+    counts = "config OK (dry run): 3 training prompts, evaluating 2 of 2 held-out prompts"
     assert ended.err.splitlines()[-1] == counts
     printed = Config(**json.loads(ended.out))
     assert printed.objective.options == {"beta": 0.3, "importance": "none", "importance_cap": 2.0}

@@ -28,7 +28,9 @@ def test_a_dry_run_goes_through(name, letters_model, monkeypatch, capsys):
     told = capsys.readouterr()
     held_out = json.loads(told.out)["eval"]["prompts"]
     assert "config OK (dry run): " in told.err
-    assert told.err.endswith(f" training prompts, {held_out} held out\n")
+    assert told.err.endswith(
+        f" training prompts, evaluating {held_out} of {held_out} held-out prompts\n"
+    )
 
 
 @pytest.mark.parametrize("name", NEEDS)

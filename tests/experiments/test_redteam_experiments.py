@@ -130,7 +130,7 @@ def replaced(name: str, fakes: dict[str, str]) -> list[str]:
 def test_a_dry_run_goes_through(name, fakes, capsys):
     train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
     out, err = capsys.readouterr()
-    assert "config OK (dry run): 1 training prompts, 8 held out" in err
+    assert "config OK (dry run): 1 training prompts, evaluating 8 of 8 held-out prompts" in err
     assert json.loads(out)["task"]["use"] == "redteam"
 
 

@@ -74,7 +74,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
         "first prompt, 4 tokens:", "0+0=", f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
         "warning: reward of '0': 0.1, the answer of row train-0 itself, is not more than the dummy",
     ]  # fmt: skip
-    assert told[-1] == "config OK (dry run): 3 training prompts, 2 held out"
+    assert told[-1] == "config OK (dry run): 3 training prompts, evaluating 2 of 2 held-out prompts"
     assert ends == "responses end at '<eos>' (tokenizer, config.json, generation_config.json)"
     assert length.startswith("length: 200 steps of 2 prompts x 4 samples; 133 epochs of 3 prompts")
     assert re.match(r"host: [\d.]+ [GM]B of [\d,.]+ GB", memory[1])
