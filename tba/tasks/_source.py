@@ -17,7 +17,6 @@ from hashlib import file_digest, sha256
 from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
-from pickle import whichmodule
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
@@ -159,7 +158,7 @@ def _parts(value: Any) -> list[Any]:
             return [kind, str(array.dtype), array.shape, plain]
         if kind.__module__.lstrip("_") in VALUES or _module(kind.__module__) != kind.__module__:
             state = value.__reduce_ex__(4)
-            return [kind, state, whichmodule(value, state) if isinstance(state, str) else ""]
+            return [kind, state, value.__module__ if isinstance(state, str) else ""]
     return [kind]
 
 
