@@ -115,7 +115,8 @@ def _meaning(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
     if kind in (list, tuple, deque):
         return [*map(inner, value)]
     if kind in (dict, MappingProxyType, set, frozenset):
-        return sorted(map(inner, value.items() if isinstance(value, Mapping) else value), key=repr)
+        items = value.items() if isinstance(value, Mapping) else sorted(value, key=repr)
+        return sorted(map(inner, items), key=repr)
     if kind is CodeType:
         return inner((value.co_code, value.co_names, value.co_varnames, value.co_consts))
     if kind is re.Pattern:
