@@ -257,7 +257,6 @@ def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Grou
     """Show how many prompts and logged rollouts there are, and what to know about them."""
     if rollouts:
         console.note(described(rollouts, setup.config))
-    sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in setup.sets.items())
-    console.note(f"{len(setup.prompts):,} training prompts, {len(setup.held_out):,} held out{sets}")
+    console.note(setup.counts)
     for line in [*(f"note: {note}" for note in setup.notes), *setup.endings]:
         console.note(line)

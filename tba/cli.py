@@ -110,10 +110,9 @@ def check(
     gpus: Gpus = None,
     verbose: Annotated[bool, Option("--verbose", help="Print the whole config as TOML.")] = False,
 ) -> None:
-    """Check a config: its data, reward, memory and seconds a step. Nothing is trained.
+    """Check a config: its data, reward, memory and seconds a step. Without one, this machine.
 
-    Without a config, the machine is examined: versions, GPUs, disks, network, and a short run of
-    the demo. That text is for bug reports. The exit status is 1 if something is off.
+    Nothing is trained. What --machine prints is for bug reports; the status is 1 if a check fails.
     """
     config = placed(_config(settings or [], None))
     off = []

@@ -135,7 +135,7 @@ def test_a_dry_run_prints_the_whole_config_and_starts_nothing(folder, command):
     ended = command("check", *settings, "--verbose")
     left = {file for file in folder.iterdir() if file.name != "__pycache__"}
     assert not ended.status and left == before
-    counts = "config OK (dry run): 3 training prompts, 2 held out"
+    counts = "config OK (dry run): 3 training prompts, evaluating 2 of 2 held-out prompts"
     assert ended.out.splitlines()[-1] == counts
     text = ended.out.partition("\n\n[run]")[2].partition("\n\nfirst prompt")[0]
     printed = Config(**tomllib.loads(f"[run]{text}"))

@@ -1,6 +1,6 @@
 """Rules of settings that contradict each other; each is refused by name, with what to set."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,12 @@ if TYPE_CHECKING:
 
 Rule = tuple[bool, str, str]
 """Whether a config breaks the rule, a setting, and what that setting needs."""
+
+
+def broken(rules: Iterable[Rule]) -> list[str]:
+    """Return in words which rules a config breaks."""
+    told = "{} needs {}: set that, or change the former"
+    return [told.format(setting, what) for is_broken, setting, what in rules if is_broken]
 
 
 def rules_of_sizes(c: "Config") -> Iterator[Rule]:
@@ -54,6 +60,23 @@ def rules_of_sizes(c: "Config") -> Iterator[Rule]:
             every = attrgetter(name)(c)
             fits = every > 0 and e.every % every == 0
             yield not fits, "checkpoint.keep_best", f"{name}={e.every}, or a divisor of it"
+
+
+def rules_of_rows(c: "Config", prompts: int, held_out: int, is_new: bool) -> Iterator[Rule]:
+    """Yield rules that depend on the numbers of prompts to train on, and of those held out."""
+    e = c.eval
+    best = c.checkpoint.keep_best
+    held = "held-out prompts, by eval.prompts=128 and a held-out set in [task]"
+    names = {"eval.sets": e.sets, "eval.patience": e.patience, "checkpoint.keep_best": best}
+    for name, value in names.items():
+        yield bool(value) and not held_out, name, held
+    if is_new:  # another run keeps what it has
+        few = "prompts" in e.model_fields_set and e.prompts > held_out
+        least = f"{e.prompts} or more held-out prompts, of which there are {held_out}"
+        yield few, f"eval.prompts = {e.prompts}", least
+        filled = -(-c.replay.first_fill * c.sampling.samples // prompts)
+        first = f"replay.first_fill = {c.replay.first_fill} with {prompts} training prompts"
+        yield filled > c.replay.per_prompt, first, f"replay.per_prompt={filled} or more"
 
 
 def rules_of_processes(c: "Config") -> Iterator[Rule]:

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from tba.config import tables
 from tba.config.errors import check_docstrings, check_secrets, refuse, together
-from tba.config.rules import rules_of_processes, rules_of_sizes
+from tba.config.rules import broken, rules_of_processes, rules_of_sizes
 from tba.config.tables import PLUGGED, Table, Use
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
@@ -117,13 +117,11 @@ class Config(Tables):
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
         """Raise ValueError for settings that lack what they need of others."""
-        rules = (*rules_of_sizes(self), *rules_of_processes(self))
-        broken = [f"{setting} needs {what}" for is_broken, setting, what in rules if is_broken]
-        if broken:
+        mistakes = broken((*rules_of_sizes(self), *rules_of_processes(self)))
+        if mistakes:
             from tba.config.plugins import resolved
 
-            refused = partial(refuse, [f"{e}: set that, or change the former" for e in broken])
-            together(refused, partial(resolved, self, self.model_fields_set))
+            together(partial(refuse, mistakes), partial(resolved, self, self.model_fields_set))
         return self
 
     @property

@@ -135,15 +135,6 @@ def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
     return policy
 
 
-def check_unevaluated(config: Config) -> None:
-    """Raise ValueError for settings that need held-out prompts, of which there are none."""
-    if config.eval.sets or config.checkpoint.keep_best:
-        raise ValueError(
-            "eval.sets, eval.patience and checkpoint.keep_best need held-out prompts, but there are"
-            " none; set eval.prompts=128 and a held-out set in [task], or remove them"
-        )
-
-
 def check_new_file(run: Path, out: Path) -> None:
     """Raise ValueError unless the folder is one of a run, and a new file can be written there."""
     log.read_config(run)

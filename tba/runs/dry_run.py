@@ -90,8 +90,7 @@ def dry_run(
         lines.append(_seconds(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0]))))
     else:
         lines.append(f"not checked, because the run is planned for other machines: {UNCHECKED}")
-    counts = f"{len(setup.prompts)} training prompts, {len(setup.held_out)} held out"
-    return setup.config.nested(), [*lines, f"config OK (dry run): {counts}"]
+    return setup.config.nested(), [*lines, f"config OK (dry run): {setup.counts}"]
 
 
 def as_toml(tables: Mapping[str, Any], given: Mapping[str, Any], name: str = "") -> str:

@@ -74,6 +74,15 @@ def read_optional(path: Path) -> Any:
     return read_json(path) if path.is_file() else None
 
 
+def read_sources(run: Path) -> dict[str, str] | None:
+    """Return the digests of a run's data and rewards; warn of a run that has none."""
+    sources: dict[str, str] | None = read_optional(run / SOURCES)
+    if sources is None:
+        text = "%s is of an earlier version: changes of its data and rewards are not noticed"
+        log.warning(text, run)
+    return sources
+
+
 def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
     """Return the values of a config by `table.key`, with paths from the folder of its start."""
     base = tables.get("run", {}).get("base", "")

@@ -5,8 +5,8 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from os.path import lexists
@@ -15,7 +15,7 @@ from socket import create_server
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Environment, StrictUndefined
 from pandas import DataFrame
 from transformers import GenerationConfig
@@ -24,8 +24,9 @@ from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, stored_model
+from tba.models import model_path
 from tba.models.lora import merged
-from tba.models.pretrained import computes_in_bf16, load_model, load_text
+from tba.models.pretrained import Tokenizer, computes_in_bf16, folder_of, load_model, load_text
 from tba.replay.store import FOLDER, PROMPTS, load_groups
 from tba.runs.checkpoint import REFERENCE, choose, chosen
 from tba.runs.checks import check_evaluated, check_export, stored_config
@@ -241,6 +242,8 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
     policy = check_export(run, out, adapter)
     name = out.resolve().name
     with chosen(run, step) as generation:
+        base = policy.model if policy.lora is not None else str(generation / MODEL)
+        text = load_text(policy.model_copy(update={"model": base}))
         whole = policy.lora is not None and not adapter
         if whole:
             merged(policy, generation / MODEL).save_pretrained(out)
@@ -249,47 +252,58 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
                 target = out / file.relative_to(generation / MODEL)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
-        _generate_as_trained(out, read_config(run))
+        _generate_as_trained(out, _config_at(run, step_of(generation)), text)
         (out / "README.md").write_text(card(run, step_of(generation), name, adapter), "utf-8")
     for path in out.rglob("*"):  # safetensors writes files for their owner only
         path.chmod(0o755 if path.is_dir() else 0o644)
     return out
 
 
-def _generate_as_trained(out: Path, config: Config) -> None:
+def _generate_as_trained(out: Path, config: Config, text: Tokenizer) -> None:
     """Make exported files say how the run wrote chats, sampled responses and ended them."""
-    default = "{{%- if {0} is not defined %}}{{%- set {0} = {1!r} %}}{{%- endif +%}}"
+    # `tools` and `documents` are None where others give none
+    default = "{{%- if {0} is not defined or {0} is none %}}{{%- set {0} = {1!r} %}}{{%- endif +%}}"
     defaults = [default.format(*item) for item in config.policy.chat_template_kwargs.items()]
     for file in out.rglob("*.jinja"):
         file.write_text("".join([*defaults, file.read_text("utf-8")]), "utf-8")
-    changes: dict[str, Any] = {}
-    if (out / "adapter_config.json").is_file() and HUB.fullmatch(
-        base := _model_name(config.policy.model)
-    ):
+    s = config.sampling
+    GenerationConfig(
+        do_sample=True,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        max_new_tokens=s.max_tokens,
+        stop_strings=list(s.stop) or None,
+        eos_token_id=sorted(text.eos_ids),
+        pad_token_id=text.pad_id,
+        bos_token_id=text.tokenizer.bos_token_id,
+    ).save_pretrained(out)
+    changes: dict[str, Any] = {"config.json": {"eos_token_id": sorted(text.eos_ids)}}
+    if HUB.fullmatch(base := _model_name(config.policy.model)):
         changes["adapter_config.json"] = {"base_model_name_or_path": base}
-    if (out / "config.json").is_file():
-        text = load_text(config.policy.model_copy(update={"model": str(out)}))
-        ends = {"eos_token_id": sorted(text.eos_ids)}
-        changes["config.json"] = ends
-        s = config.sampling
-        sampled = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k}
-        others = {"pad_token_id": text.pad_id, "bos_token_id": text.tokenizer.bos_token_id}
-        GenerationConfig(do_sample=True, **sampled, **ends, **others).save_pretrained(out)
-    for name, values in changes.items():
-        plain = json.loads((out / name).read_text("utf-8")) | values
-        (out / name).write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
+    for file in filter(Path.is_file, map(out.joinpath, changes)):
+        plain = json.loads(file.read_text("utf-8")) | changes[file.name]
+        file.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
+
+
+def _config_at(run: Path, step: int) -> Config:
+    """Return the config with which a step was trained."""
+    sessions = [row for row in read(run / SESSIONS) if row["step"] < step]
+    return Config(**sessions[-1]["config"]) if sessions else read_config(run)
 
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
     """Return the model card for a step of a run; `name` is where others load the model."""
-    sessions = [row for row in read(run / SESSIONS) if row["step"] < step]
-    config = Config(**sessions[-1]["config"]) if sessions else read_config(run)
+    config = _config_at(run, step)
     model = _model_name(config.policy.model)
     by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
+    data = sorted({*map(_model_name, _data_in(config.task.options))})
     is_same = not any(name.startswith("evaluated") for name in read_warnings(run))
     before = _texts(by_step.get(0, {})) if is_same else {}
     metadata = ModelCardData(
         base_model=model if HUB.fullmatch(model) and not Path(model).exists() else None,
+        datasets=[each for each in data if HUB.fullmatch(each)] or None,
+        **_licence(config.policy.model),
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "tba"],
@@ -299,6 +313,8 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     )
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         metadata=metadata.to_yaml(),
+        licence=metadata.license_name or metadata.license,
+        data=data,
         config=config,
         model=model,
         name=name,
@@ -308,6 +324,24 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
         counts=[r for r in read(run / METRICS) if "loss" in r and r["step"] == step],
         scores=[(s, before.get(s, "–"), v) for s, v in _texts(by_step.get(step, {})).items()],
     )
+
+
+def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the data in a task's options, and in those of its parts."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _data_in(value)
+        elif name == "data" and isinstance(value, str):
+            yield value
+
+
+def _licence(model: str) -> dict[str, Any]:
+    """Return what the card of a model, if it is on this machine, says of its licence."""
+    with suppress(Exception):  # it may be gone, and a card may hold anything
+        about = metadata_load(folder_of(model_path(model)) / "README.md") or {}
+        names = ("license", "license_name", "license_link")
+        return {name: about[name] for name in names if name in about}
+    return {}
 
 
 def _texts(scores: Mapping[str, float]) -> dict[str, str]:

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 from unicodedata import normalize
 
 import numpy as np
@@ -71,7 +71,7 @@ class Row(BaseModel, strict=True, extra="forbid"):
     completion: str = ""
     prompt_ids: list[NonNegativeInt] = []
     ids: list[NonNegativeInt] = Field([], min_length=1)
-    sampled: list[Literal[0, 1, 2]] = []
+    sampled: list[Annotated[int, Field(ge=0, le=2)]] = []
 
 
 def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
@@ -295,11 +295,13 @@ def _turn(written: str, context: np.ndarray, text: Tokenizer, finished: bool) ->
     ids = ids[len(begun) :] if ids[: len(begun)] == begun else alone
     end = ids[-1] if ids else None
     has_ended = end in text.eos_ids
-    is_special = end in text.tokenizer.all_special_ids and end != text.tokenizer.unk_token_id
+    special = set(text.tokenizer.all_special_ids)
+    is_special = end in special and end != text.tokenizer.unk_token_id
     if (is_special or has_ended) and has_ended != finished:
         raise ValueError("it ends with EOS, but finished is false, or with another special token")
-    if "\ufffd" in written:
-        raise ValueError("it has U+FFFD, which stands for bytes that are lost; give ids")
+    names = text.tokenizer.convert_ids_to_tokens([*special & {*ids}])
+    if "\ufffd" in written or any(name not in written for name in names):
+        raise ValueError("it has U+FFFD, for bytes that are lost, or what is no token; give ids")
     ids += [text.eos_id] * (finished and not has_ended)
     return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), finished, 0)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.config.errors import about, together
+from tba.config.errors import about, refuse, together
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
+from tba.config.rules import broken, rules_of_rows
 from tba.config.schema import Config
 from tba.engines import Engine
 from tba.learn.publish import prompt_length
@@ -30,7 +31,6 @@ from tba.models.pretrained import (
 )
 from tba.models.template import unread
 from tba.prompt import Prompt
-from tba.runs.checks import check_unevaluated
 from tba.runs.journal import check_log
 from tba.runs.log import CONFIG
 from tba.runs.memory import Machine, Needs, this_machine
@@ -68,6 +68,8 @@ class Data:
     task: Task
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
+    kept_back: int
+    """Number of all held-out prompts, of which the first `eval.prompts` are used."""
     sets: Mapping[str, EvaluationSet]
     """Further evaluation sets, by name."""
     extremes: tuple[np.ndarray, np.ndarray]
@@ -89,6 +91,14 @@ class RunSetup(Data):
     """Digests of data, tokenizer and rewards, by their names."""
     notes: Sequence[str]
     """What the run tells at its start."""
+
+    @property
+    def counts(self) -> str:
+        """Say how many prompts are trained on, and how many of those held out are used."""
+        used = f"evaluating {len(self.held_out):,} of {self.kept_back:,} held-out prompts"
+        sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in self.sets.items())
+        held_out = used if self.held_out else "none held out"
+        return f"{len(self.prompts):,} training prompts, {held_out}{sets}"
 
     @property
     def endings(self) -> list[str]:
@@ -187,21 +197,15 @@ def _setup_of(
         lambda: data or _read(config, functions, text, plugins.task),
     )
     _check_tools(config, data.task, objective, data.prompts[0])
-    if not data.held_out:
-        check_unevaluated(config)
-    is_new = not (Path(config.run.folder) / CONFIG).is_file()  # others keep what they have
-    asked = config.eval.prompts if "prompts" in config.eval.model_fields_set else 0
-    if is_new and asked > len(data.held_out):
-        raise ValueError(
-            f"eval.prompts = {asked}, but {len(data.held_out)} prompts are held out: set that"
-            " number, or remove it for all, at most 128"
-        )
+    is_new = not (Path(config.run.folder) / CONFIG).is_file()
+    refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
     return RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
         task=data.task,
         prompts=data.prompts,
         held_out=data.held_out,
+        kept_back=data.kept_back,
         sets=data.sets,
         extremes=data.extremes,
         strategy=plugins.strategy.build(),
@@ -219,11 +223,11 @@ def _read(config: Config, functions: Functions | None, text: Tokenizer, plugin: 
     task = build_task(plugin, functions)
     task.check()
     check_stop(config.sampling.stop, text)
-    prompts, held_out, encoded = read_prompts(config, task, text)
+    prompts, held_out, kept_back, encoded = read_prompts(config, task, text)
     trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
     sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
     lengths = sorted((ids for _, ids in encoded + of_sets), key=len)
-    return Data(text, task, prompts, held_out, sets, (lengths[0], lengths[-1]))
+    return Data(text, task, prompts, held_out, kept_back, sets, (lengths[0], lengths[-1]))
 
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
@@ -336,8 +340,11 @@ def needs_behavior(config: Config, objective: Plugin) -> bool:
 
 def read_prompts(
     config: Config, task: Task, text: Tokenizer
-) -> tuple[list[Prompt], list[Prompt], list[Encoded]]:
-    """Return the prompts to train on, those held out, and all of these with their tokens."""
+) -> tuple[list[Prompt], list[Prompt], int, list[Encoded]]:
+    """Return the prompts to train on, those to evaluate, and all of these with their tokens.
+
+    The third is how many are held out.
+    """
     encode = encoder(text, task)
     seen: set[bytes] = set()
     kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
@@ -358,7 +365,7 @@ def read_prompts(
         apart = {identity(task, prompt, ids) for prompt, ids in evaluated}
         apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
         encoded = _without_held_out(task, encoded, apart)
-    return [prompt for prompt, _ in encoded], held_out, encoded + evaluated
+    return [p for p, _ in encoded], held_out, len(kept_back), encoded + evaluated
 
 
 def _without_held_out(

@@ -1,6 +1,5 @@
 """Stored samples of a run that is resumed: they are kept, scored again, or dropped."""
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import Progress, newest
 from tba.runs.checks import check_resumed
-from tba.runs.log import CHECKPOINTS, SOURCES, Replay, read_config, read_optional
+from tba.runs.log import CHECKPOINTS, Replay, read_config, read_sources
 from tba.runs.setup import EVALUATED, PROMPTS, RunSetup
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
@@ -24,7 +23,6 @@ from tba.types import Group
 
 AT_ONCE = 16
 """Groups that are scored at one time."""
-log = logging.getLogger(__name__)
 ALONE = "runtime.searchers = 0, so that nothing is left to train on; start a new run"
 """Error of an offline run that would have none of its samples left."""
 
@@ -36,10 +34,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
-    before = read_optional(run / SOURCES)
-    if before is None:
-        text = "%s is of an earlier version: changes of its rewards and tokenizer are not noticed"
-        log.warning(text, run)
+    before = read_sources(run)
     changes = [name for name in changed(setup.sources, before) if name != EVALUATED]
     names = ", ".join(changes)
     lost = ""

@@ -23,7 +23,16 @@ from tba.config.errors import about, masked, printable
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
 from tba.runs.checks import LONGEST_NAME, placed
-from tba.runs.log import CONFIG, METRICS, SOURCES, SUMMARY, Row, read, read_optional, write_json
+from tba.runs.log import (
+    CONFIG,
+    METRICS,
+    SUMMARY,
+    Row,
+    read,
+    read_optional,
+    read_sources,
+    write_json,
+)
 from tba.tasks._source import changed
 
 log = logging.getLogger(__name__)
@@ -211,7 +220,7 @@ def check_study(study: Study) -> list[Config]:
 
 def _check_sources(run: Path, sources: Mapping[str, str]) -> None:
     """Raise ValueError if a run has finished with other data or rewards, or another tokenizer."""
-    if finished(run) and (names := changed(sources, read_optional(run / SOURCES))):
+    if finished(run) and (names := changed(sources, read_sources(run))):
         raise ValueError(
             f"{run} has finished, and since then these have changed: {', '.join(names)}; remove"
             " that folder to run it again, or undo the change"

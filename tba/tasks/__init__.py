@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import isfinite
+from math import frexp, isfinite
 from threading import Thread
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -212,6 +212,10 @@ def scorer_of(tasks: Mapping[str, Task], name: ScorerName) -> Scorer:
     return task if name[1] is None else task.measures()[name[1]]
 
 
+BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+"""Significant bits of numbers that are kept in less than float64."""
+
+
 class WrongLength(ValueError):
     """A reward function did not return a list with one reward for each completion."""
 
@@ -251,6 +255,19 @@ def _alone(score: Any) -> Any:
     return score
 
 
+def _shortest(value: Any, bits: int) -> Any:
+    """Return the shortest decimals for numbers of so many bits: 0.9, not 0.8999999761581421."""
+    if isinstance(value, list):
+        return [_shortest(each, bits) for each in value]
+    if not isfinite(value):
+        return value
+    mantissa, exponent = frexp(value)
+    # of the distance to the next number, which is less below a power of 2
+    half = 2.0 ** (exponent - bits - 1 - (abs(mantissa) == 0.5))
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 18))
+    return next(each for each in decimals if abs(each - value) < half)
+
+
 def _plain(value: Any) -> Any:
     """Return an array or a scalar of any library as a list or a number; other things as they are.
 
@@ -258,11 +275,8 @@ def _plain(value: Any) -> Any:
     """
     if callable(tolist := getattr(value, "tolist", None)):
         plain = tolist()
-        if str(getattr(value, "dtype", "")).endswith("float32"):  # 0.9, not 0.8999999761581421
-            import numpy as np
-
-            plain = np.float32(plain).astype(str).astype(float).tolist()
-        return plain
+        bits = BITS.get(str(getattr(value, "dtype", "")).rpartition(".")[2])
+        return plain if bits is None else _shortest(plain, bits)
     has_array = hasattr(value, "__array__")
     if not has_array and not hasattr(value, "__dlpack__"):
         return value

@@ -7,17 +7,20 @@ installed packages that it imports, and models on servers and on the hub are not
 import ast
 import contextlib
 import dis
-import inspect
 import json
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import file_digest, sha256
+from importlib.util import find_spec
 from itertools import accumulate, product
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from tba.config.schema import Config
 from tba.tasks._memory import Functions
@@ -32,7 +35,20 @@ UNUSED = {
 """Options of our tasks and judges that change no reward of a given answer to a given prompt."""
 OURS = {"tba", *sys.stdlib_module_names}
 """Packages that are compared by name, as installed ones are."""
+VALUES = {
+    *("builtins", "collections", "datetime", "decimal", "enum", "fractions", "functools"),
+    *("itertools", "operator", "pathlib", "types"),
+}
+"""Modules of Python whose objects are values, or are made of others."""
+WRAPPERS = (classmethod, staticmethod, type(lru_cache(len)))
 IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (.+)", re.MULTILINE)
+
+
+@runtime_checkable
+class Array(Protocol):
+    """An array or a tensor."""
+
+    def __array__(self) -> np.ndarray: ...
 
 
 def sources_of(config: Config, functions: Functions | None) -> dict[str, str]:
@@ -81,53 +97,86 @@ def _meant(text: str) -> Any:
     return [text, *map(_module, (where, text.rpartition(".")[0], text))]
 
 
-def _meaning(value: Any, seen: dict[int, Any]) -> Any:
+def _meaning(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
     """Return as JSON what decides the results of a function or an object from Python.
 
-    It is the file of its module; in a script, its code, with what that uses of the script. Objects
-    of other classes than the user's count by their class alone.
+    It is the file of its module; in a script, its code, with what that uses of the script. What has
+    been met before is a number.
     """
     inner = partial(_meaning, seen=seen)
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str):
         return repr(value)
-    if isinstance(value, list | tuple):
-        return [*map(inner, value)]
-    if isinstance(value, dict | set | frozenset):
-        return sorted(map(inner, value.items() if isinstance(value, dict) else value), key=repr)
-    if isinstance(value, CodeType):
-        return inner((value.co_code, value.co_names, value.co_varnames, value.co_consts))
-    if isinstance(value, re.Pattern):
-        return inner((value.pattern, value.flags))
-    if isinstance(value, partial | MethodType):
-        return inner(value.__reduce__())
-    value = value if isinstance(value, FunctionType) else inspect.unwrap(value)  # of a cache
     if id(value) in seen:
-        return "seen"
-    seen[id(value)] = value  # it stays, so that no other object gets its id
+        return seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # it stays, so that no other object gets its id
+    if kind is bytes:
+        return sha256(value).hexdigest()
+    if kind in (list, tuple, deque):
+        return [*map(inner, value)]
+    if kind in (dict, MappingProxyType, set, frozenset):
+        items = value.items() if isinstance(value, Mapping) else sorted(value, key=repr)
+        return sorted(map(inner, items), key=repr)
+    if kind is CodeType:
+        return inner((value.co_code, value.co_names, value.co_varnames, value.co_consts))
+    if kind is re.Pattern:
+        return inner((value.pattern, value.flags))
+    if kind is property:
+        return inner((value.fget, value.fset, value.fdel))
+    if kind in WRAPPERS:
+        return inner(value.__wrapped__)
     if isinstance(value, ModuleType):
         return [value.__name__, _module(value.__name__)]
-    defined = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
-    content = _module(str(defined.__module__))
-    if defined is not value and content != defined.__module__:
-        return inner((defined, value.__getstate__()))
+    if not isinstance(value, type | FunctionType):
+        return inner(_parts(value))
+    content = _module(str(value.__module__))
     held: list[Any] = []
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        held = [value.__defaults__, value.__kwdefaults__, cells]
+        held = [value.__defaults__, value.__kwdefaults__, cells, vars(value)]
         if content is None:
-            used = {n: x for n, x in value.__globals__.items() if n in _names(value.__code__)}
-            held += [value.__code__, used]
-    elif isinstance(value, type) and content is None:
+            names = _names(value.__code__, "LOAD_GLOBAL")
+            used = {n: x for n, x in value.__globals__.items() if n in names}
+            imported = sorted(_names(value.__code__, "IMPORT_NAME"))
+            held += [value.__code__, used, [*map(_imported, imported)]]
+    elif content is None:
         own = vars(value).items()
         members = {n: x for n, x in own if isinstance(x, FunctionType) or n[:2] != "__"}
-        held = [value.__bases__, members]
-    return [defined.__qualname__, content, inner(held)]
+        held = [type(value), value.__bases__, members]
+    return [value.__qualname__, content, inner(held)]
 
 
-def _names(code: CodeType) -> set[str]:
-    """Return the global names that code uses."""
-    own = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    return own.union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+def _parts(value: Any) -> list[Any]:
+    """Return the class of an object and its state, as for a copy of it.
+
+    Objects of libraries count by their class alone, but for arrays and those of `VALUES`.
+    """
+    kind = type(value)
+    with contextlib.suppress(Exception):  # some cannot be copied, such as locks
+        if issubclass(kind, Array):
+            array = np.asarray(value)
+            plain = array.tolist() if array.dtype == object else array.tobytes()
+            return [kind, str(array.dtype), array.shape, plain]
+        if kind.__module__.lstrip("_") in VALUES or _module(kind.__module__) != kind.__module__:
+            state = value.__reduce_ex__(4)
+            return [kind, state, value.__module__ if isinstance(state, str) else ""]
+    return [kind]
+
+
+def _names(code: CodeType, operation: str) -> set[str]:
+    """Return the global names that code loads, or the modules that it imports."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == operation}
+    inner = (_names(each, operation) for each in code.co_consts if isinstance(each, CodeType))
+    return own.union(*inner)
+
+
+def _imported(name: str) -> Any:
+    """Return the content of a module that code imports when it is called."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = find_spec(name.partition(".")[0])
+        if name not in sys.modules and spec is not None and spec.has_location:
+            return _of_file(name, Path(spec.origin or ""))
+    return _module(name)
 
 
 def _module(name: str) -> Any:
@@ -136,7 +185,10 @@ def _module(name: str) -> Any:
     A script has other things than a reward.
     """
     loaded = None if name == "__main__" else sys.modules.get(name)
-    file = Path((loaded and vars(loaded).get("__file__")) or "")
+    return _of_file(name, Path((loaded and vars(loaded).get("__file__")) or ""))
+
+
+def _of_file(name: str, file: Path) -> Any:
     if name.partition(".")[0] in OURS or {"site-packages", "dist-packages"} & {*file.parts}:
         return name
     return _content(file) if file.name else None

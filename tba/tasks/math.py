@@ -32,6 +32,7 @@ NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.
 """A right answer that is none, or one of several; in MATH, such words stand in \\text{...}."""
 PROSE = re.compile(r"(\\[A-Za-z]+(?:\s*\{[^{}\\]*\})*|minus|negative)|\b[A-Za-z]{4,}\b(?![({])")
 """A word that a response would leave out of its box, or what must stay in it."""
+UNIT = re.compile(r"(?<=\d) ?(?:k?m/[hs]|(?:[ckm]m|ft|in|yd|mi)(?:\^?\{?[23]\}?)?)$")
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
 """math-verify's own limit, an integer, for reading an expression and for comparing two."""
@@ -195,7 +196,7 @@ class Math(Problems):
 
     def right_answer(self, prompt: Prompt) -> str | None:
         answer = super().right_answer(prompt)
-        parts = re.fullmatch(r"(\D*)(.*\d)(\D*)", answer or "", re.DOTALL)
+        parts = re.fullmatch(r"(\D*)(.*\d)(\D*)", UNIT.sub("", answer or ""), re.DOTALL)
         if parts and not TEXT.search(parts[0]):  # \boxed{5 } for `5 dollars`
             answer = PROSE.sub(r"\1", parts[1]) + parts[2] + PROSE.sub(r"\1", parts[3])
         return answer and f"\\boxed{{{answer}}}"

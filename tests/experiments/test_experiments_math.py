@@ -97,7 +97,7 @@ def test_a_dry_run_accepts_it(name, fakes, capsys):
     """And what it would run has the paper's settings, defaults included."""
     train([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, fakes)], dry_run=True)
     out = capsys.readouterr().out
-    assert "config OK (dry run): 24 training prompts, 16 held out" in out
+    assert "config OK (dry run): 24 training prompts, evaluating 16 of 16 held-out prompts" in out
     checked = check(load(EXPERIMENTS / f"{name}.toml", settings_of(name, fakes))).config.nested()
     for table, options in PAPER.get(name, {}).items():
         own = {key: value for key, value in options.items() if key not in OVERRIDDEN}

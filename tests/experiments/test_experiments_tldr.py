@@ -27,9 +27,14 @@ SIZES = {"410m": 256, "1b": 425, "2.8b": 825}
 @pytest.fixture
 def fakes(letters_model: Path, make_classifier: Callable[..., Path], tmp_path: Path) -> list[str]:
     """Settings that replace model, judges and data by small local ones of the same kind."""
-    for split, posts in (("train", 6), ("validation", 4)):
+    for split, posts in (("train", 100), ("validation", 4)):
         rows = [
-            {"subreddit": "a", "title": f"{split} {i}", "post": "b" * i + ".", "summary": "c" * i}
+            {
+                "subreddit": "a",
+                "title": f"{split} {i}",
+                "post": "b" * (1 + i % 7),
+                "summary": "c" * (1 + i % 7),
+            }
             for i in range(1, posts + 1)
         ]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -86,7 +91,9 @@ def test_the_experiment_passes_a_dry_run(name, fakes, monkeypatch, capsys):
         main()
     out, _ = capsys.readouterr()
     assert ended.value.code == 0
-    assert out.endswith("config OK (dry run): 6 training prompts, 4 held out\n")
+    assert out.endswith(
+        "config OK (dry run): 100 training prompts, evaluating 4 of 4 held-out prompts\n"
+    )
 
 
 def test_the_study_compares_the_papers_objectives(fakes):

@@ -130,7 +130,10 @@ def replaced(name: str, fakes: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("name", FILES)
 def test_a_dry_run_goes_through(name, fakes, capsys):
     train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
-    assert "config OK (dry run): 1 training prompts, 8 held out" in capsys.readouterr().out
+    assert (
+        "config OK (dry run): 1 training prompts, evaluating 8 of 8 held-out prompts"
+        in capsys.readouterr().out
+    )
 
 
 def test_logged_attacks_have_the_columns_that_the_experiment_names(letters_model, tmp_path):

@@ -216,6 +216,56 @@ class Score:
     def __init__(self, k): self.k = k
     def __call__(self, completions): return [self.k for c in completions]
 """
+MEMBER = """
+from functools import *
+class Score:
+    {} 1
+    def __call__(self, completions): return [self.k for c in completions]
+reward = Score()
+"""
+MEMBERS = {
+    "a property": "@property\n    def k(self): return",
+    "a cached property": "@cached_property\n    def k(self): return",
+    "a class method": "@classmethod\n    def k(cls): return",
+    "a static method": "@staticmethod\n    def k(): return",
+    "a default": "def k(self, n=0): return n or",
+    "what stands for attributes": "def __getattr__(self, name): return",
+    "a nested class": "class k: n =",
+}
+KINDS = {
+    "a descriptor": (
+        "class D:\n    def __get__(self, o, t): return 1\nclass Score:\n    k = D()\n"
+        "    def s(self, c): return self.k\nreward = Score().s", "return 1", "return 2",
+    ),
+    "a class of classes": (
+        "class M(type):\n    def __call__(cls, c): return [1]\nclass reward(metaclass=M): pass",
+        "[1]", "[2]",
+    ),
+    "a dictionary that is called": (
+        "class S(dict):\n    def __call__(self, c): return [1]\nreward = S()", "[1]", "[2]",
+    ),
+    "a tuple with names": (
+        "from typing import NamedTuple\nclass S(NamedTuple):\n    k: int\n"
+        "    def s(self, c): return [1]\nreward = S(1).s", "[1]", "[2]",
+    ),
+    "one of two that were met": (
+        "A, B = [1], [2]\ndef reward(c, a=A, b=B, k=A): return k", "k=A", "k=B",
+    ),
+}  # fmt: skip
+VALUES = {
+    "Decimal": "from decimal import *\nK = Decimal('1')",
+    "deque": "from collections import *\nK = deque([1])",
+    "defaultdict": "from collections import *\nK = defaultdict(lambda: 1)",
+    "itemgetter": "from operator import *\nK = itemgetter(1)",
+    "range": "K = range(1)",
+    "proxy": "from types import *\nK = MappingProxyType({'a': 1})",
+    "an array": "import numpy as np\nK = np.array([2.0, 1.0])",
+    "a number of NumPy": "import numpy as np\nK = np.float32(1.0)",
+    "a tensor": "import torch\nK = torch.tensor([2.0, 1.0])",
+    "a table of itself": "K = {'a': 1}\nK['K'] = K",
+    "an attribute of a function": "def K(): 0\nK.k = 1",
+    "an object of a library beside it": "import threading\nK = threading.Lock(), 1",
+}
 WRAP = """
 import functools
 def scaled(k):
@@ -242,6 +292,9 @@ SCRIPTS = {
     "a decorator": (WRAP + "@scaled(1)\n" + SCORE.format("1"), "scaled(1)", "scaled(2)"),
     "a lambda": ("reward = lambda c: [1]", "[1]", "[2]"),
     "a builtin": ("reward = len", "len", "sum"),
+    **{n: (MEMBER.format(head), f"{head} 1", f"{head} 2") for n, head in MEMBERS.items()},
+    **KINDS,
+    **{n: (f"{head}\n{SCORE.format('K')}", "1", "4") for n, head in VALUES.items()},
 }  # fmt: skip
 
 
@@ -256,8 +309,22 @@ def test_what_a_function_of_a_script_does_counts(case):
         exec(script, names)
         return sources_of(Config(), (names["reward"],))["task.reward"]
 
-    head, _, tail = text.rpartition(old)
+    head, tail = text.rsplit(old, 1)
     assert counted(text) == counted(f"# a comment\n\n{text}") != counted(head + new + tail)
+
+
+def test_the_file_counts_that_a_function_of_a_script_imports_when_it_is_called(user):
+    (user / "later.py").write_text("value = 1\n")
+
+    def counted() -> str:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec("def reward(c):\n    from later import value\n    return value", names)
+        return sources_of(Config(), (names["reward"],))["task.reward"]
+
+    before = counted()
+    assert counted() == before
+    (user / "later.py").write_text("value = 2\n")
+    assert counted() != before and "later" not in sys.modules
 
 
 def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):

@@ -149,7 +149,7 @@ REFUSED = {
     ("eval.every=3", "checkpoint.every=2"): "needs checkpoint.every=3",
     ("checkpoint.every=0",): "needs checkpoint.every=2",
     ("runtime.publish_every=4",): "needs runtime.publish_every=2",
-    ("eval.prompts=0",): "need held-out prompts, but there are none; set eval.prompts=128",
+    ("eval.prompts=0",): "needs held-out prompts, by eval.prompts=128",
 }
 
 

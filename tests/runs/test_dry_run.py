@@ -74,7 +74,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
         "first prompt, 4 tokens:", "0+0=", f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
         "warning: reward of '0': 0.1, the answer of row train-0 itself, is not more than the dummy",
     ]  # fmt: skip
-    assert told[-1] == "config OK (dry run): 3 training prompts, 2 held out"
+    assert told[-1] == "config OK (dry run): 3 training prompts, evaluating 2 of 2 held-out prompts"
     assert ends == "responses end at '<eos>' (tokenizer, config.json, generation_config.json)"
     assert length.startswith("length: 200 steps of 2 prompts x 4 samples; 133 epochs of 3 prompts")
     assert re.match(r"host: [\d.]+ [GM]B of [\d,.]+ GB", memory[1])
@@ -158,7 +158,7 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
 GOLDS = [
     "5", "7", "18 dollars", "50 miles per hour", "Answer: 5", "Tom sold 6 / 2 = 3.\n#### 3", None,
     r"\frac{1}{2", {"value": 5}, r"5 \text{ km}", "3 feet 4 inches", "minus 5", "Monday", "2 pi",
-    "",
+    "", "15 km/h", "6 cm^2",
 ]  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_answers_that_no_response_can_give_are_counted_and_named(config, tmp_pat
         (tmp_path / f"{name}.jsonl").write_text(text)
     table = {"use": "math", "data": str(tmp_path), "prompt": "{problem}"}
     (told,) = [line for line in dry_run(config(task=table))[1] if "no response" in line]
-    assert told.startswith("warning: no response is right for 8 of 15 rows, train-1 '")
+    assert told.startswith("warning: no response is right for 10 of 17 rows, train-1 '")
     assert r"train-2 '\\boxed{50  per }', train-3" in told
     assert r"correct the column `answer`, with \text{...} around words" in told
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tba
 from tba.assemble import run
 from tba.runs.checkpoint import newest
+from tba.runs.checks import stored_config
 from tba.runs.generations import MANIFEST, files_of, sha256_of
 from tba.runs.log import METRICS, read, read_evaluations
 from tba.runs.offline import Result, _model_name, evaluate_run, export
@@ -127,3 +128,66 @@ def test_a_mixture_of_experts_is_resumed_and_evaluated_and_exported(tiny_model, 
     assert all(torch.equal(*pair) for pair in pairs)
     files = [load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out")]
     assert files[0].keys() == files[1].keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # in PEFT
+@pytest.mark.parametrize("kind", ["full", "merged", "adapter"])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_every_export_says_how_the_run_generated(tiny_model, tmp_path, kind, is_set):
+    """Nothing of the settings that come with the model is left, which the run did not use."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    own = {"eos_token_id": [0, 1], "repetition_penalty": 1.3, "top_k": 7, "num_beams": 2}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    ones = "def ones(completions, **row): return [text.count('1') for text in completions]"
+    (tmp_path / "reward.py").write_text(ones)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    given = ("temperature=0.7", "top_p=0.9", "top_k=5", "stop=['2', '3']") if is_set else ()
+    more = [f"sampling.{each}" for each in given]
+    more += ["policy.lora.r=2"] * (kind != "full") + [f"task.reward={tmp_path}/reward.py:ones"]
+    more += [
+        "task=custom",
+        f"task.data={tmp_path}/rows.jsonl",
+        "task.held_out_size=0",
+        "run.steps=1",
+    ]
+    run(config(model, tmp_path / "run", *more))
+    out = export(tmp_path / "run", tmp_path / "out", kind == "adapter")
+    settings = json.loads((out / "generation_config.json").read_text())
+    settings = {name: each for name, each in settings.items() if each is not None}
+    del settings["transformers_version"]
+    values = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_strings": ["2", "3"]}
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    always = {"do_sample": True, "max_new_tokens": 5, "eos_token_id": [0, 1], "pad_token_id": 0}
+    assert settings == {**(values if is_set else plain), **always}
+    card = ModelCard.load(out / "README.md")
+    assert card.data.license == "apache-2.0" and "**Licence:** apache-2.0" in card.text
+    assert "**Task:** `custom` on `./rows.jsonl`" in card.text
+    assert ("tokenizer=tokenizer" in card.text) == is_set
+    loads = 'GenerationConfig.from_pretrained("out")' in card.text
+    assert loads == (kind == "adapter")
+
+
+def test_an_earlier_step_is_exported_with_the_settings_of_its_session(ended, tmp_path):
+    shutil.copytree(ended, tmp_path / "run")
+    later = ("sampling.top_k=3", "run.steps=10")
+    run(stored_config(tmp_path / "run", later), tmp_path / "run")
+    for step, top_k in (("8", 0), ("10", 3)):
+        out = export(tmp_path / "run", tmp_path / step, step=step)
+        assert json.loads((out / "generation_config.json").read_text())["top_k"] == top_k
+
+
+def test_arguments_of_the_chat_template_that_others_leave_out_are_defaults(tiny_model, tmp_path):
+    """`tools` and `documents` are there, and None, if nobody gives them."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    template = "{{ messages[0].content }}{% if tools %} T{% endif %}{% if x %}{{ x }}{% endif %}="
+    (model / "chat_template.jinja").write_text(template)
+    kwargs = "{tools=[{name='f', description='d'}], x=\"a'%}b\"}"
+    more = ("eval.prompts=0", "run.steps=1", f"policy.chat_template_kwargs={kwargs}")
+    run(config(model, tmp_path / "run", *more))
+    tokenizer = AutoTokenizer.from_pretrained(export(tmp_path / "run", tmp_path / "out"))
+    chat = [{"role": "user", "content": "1"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "1 Ta'%}b="
+    assert tokenizer.apply_chat_template(chat, tokenize=False, x=False) == "1 T="

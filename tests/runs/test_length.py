@@ -136,7 +136,7 @@ def test_a_resume_with_other_held_out_prompts_is_told_once(setting, tmp_path):
 def test_patience_needs_evaluations():
     with pytest.raises(ValueError, match=r"eval\.patience needs eval\.every"):
         load(None, ["eval.patience=2", "eval.every=0"])
-    with pytest.raises(ValueError, match=r"eval\.patience .* need held-out prompts"):
+    with pytest.raises(ValueError, match=r"eval\.patience needs held-out prompts"):
         check(load(None, [*SMALL, "eval.patience=2", "eval.prompts=0"]))
     assert load(None, ["eval.patience=2"]).checkpoint.keep_best
     assert not load(None, ["eval.patience=2", "checkpoint.keep_best=false"]).checkpoint.keep_best

@@ -50,3 +50,9 @@ def test_prompts_may_repeat_in_training(tiny_model, tmp_path, one_file):
     row = json.dumps({"question": "1+2=", "answer": "#### 3"}) + "\n"
     (one_file / "train.jsonl").write_text(3 * row)
     assert len(check(config(tiny_model, tmp_path, *settings(one_file))).prompts) == 3
+
+
+def test_a_first_fill_above_what_the_prompts_may_keep_is_refused(tiny_model, tmp_path, one_file):
+    told = r"replay\.first_fill = 500 with 2 training prompts needs replay\.per_prompt=\d+ or more"
+    with pytest.raises(ValueError, match=told):
+        check(config(tiny_model, tmp_path, *settings(one_file, "replay.first_fill=500")))

@@ -181,7 +181,8 @@ def said(content: Any, **keys: Any) -> dict[str, Any]:
 LEFT_OUT = {
     "types": (
         {**TOKENS, "ids": [7.5]}, {**TOKENS, "ids": ["7"]}, {**TOKENS, "prompt_ids": [True]},
-        {**TOKENS, "sampled": [1, 1.4]}, {**TOKENS, "finished": "no"}, {**TEXT, "count": 1.5},
+        {**TOKENS, "sampled": [1, 1.4]}, {**TOKENS, "sampled": [True, True]},
+        {**TOKENS, "finished": "no"}, {**TEXT, "count": 1.5},
         {**TEXT, "count": "3"}, {**TEXT, "count": 0}, {**TEXT, "count": 2**63},
         {**TEXT, "group": {"a": 1}}, {**TEXT, "group": True}, {**TEXT, "columns": [1]},
         {**TEXT, "reward": True}, {**TEXT, "reward": float("nan")}, {**TEXT, "reward": 1e13},
@@ -213,7 +214,8 @@ LEFT_OUT = {
     "encodings": (
         b'{"prompt": "x", "completion": "caf\xe9", "reward": 1}', json.dumps(TEXT).encode("utf-16"),
         {**TEXT, "columns": {"a": "\ud800"}}, {**TEXT, "completion": "caf\ufffd"},
-        {**TEXT, "completion": "caf\u00e9"}, chat({**ASKED, "content": "\u00e9"}, said("y")),
+        {**TEXT, "completion": "a\tb"}, chat(said("\ty")), {**TEXT, "completion": "caf\u00e9"},
+        chat({**ASKED, "content": "\u00e9"}, said("y")),
     ),
     "tokens": (
         {**TOKENS, "prompt": "x"}, {**TOKENS, "completion": "y"}, {**TOKENS, "prompt": [ASKED]},

@@ -44,7 +44,7 @@ def test_sets_are_evaluated_at_the_same_times_under_their_names(tiny_model, tmp_
     folder = tmp_path / "run"
     run(config(tiny_model, folder, *MORE, "run.steps=4", "log.console=lines"))
     shown = capsys.readouterr().out
-    assert "300 training prompts, 5 held out, 3 in more" in shown
+    assert "300 training prompts, evaluating 5 of 20 held-out prompts, 3 in more" in shown
     assert shown.count(": more  pass@1 sampled ") == 3
     evaluations = [row for row in read(folder / METRICS) if "eval/sampled_reward" in row]
     assert [row["step"] for row in evaluations] == [0, 3, 4]
@@ -126,7 +126,7 @@ WRONG = {
     "eval.sets.a.use=toy.Ones task=mixture task.parts.a.use=toy.Ones": (
         "[eval.sets.a]: a part of the task has this name, too"
     ),
-    "eval.sets.a.use=toy.Ones eval.prompts=0": "need held-out prompts, but there are none",
+    "eval.sets.a.use=toy.Ones eval.prompts=0": "eval.sets needs held-out prompts",
 }
 
 

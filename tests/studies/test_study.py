@@ -1,5 +1,6 @@
 """Studies as files: the runs they describe, and mistakes that are reported before any run."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ from toy import Ones
 
 from tba.config import errors
 from tba.prompt import Prompt
+from tba.runs.checks import placed
+from tba.runs.log import SOURCES, SUMMARY
+from tba.runs.setup import check
 from tba.studies.study import FAILED, check_study, read_study, standing, write_failed
 
 BASE = """
@@ -252,3 +256,19 @@ def test_the_error_of_a_run_has_no_secret_and_nothing_that_a_terminal_would_obey
     write_failed(tmp_path, "E: CANARY \x1b[2J", "Traceback: E: CANARY")
     assert "CANARY" not in (tmp_path / FAILED).read_text()
     assert standing(tmp_path) == ("failed", "E: *** \\x1b[2J")
+
+
+def test_runs_that_finished_with_other_rewards_are_refused_or_told(tmp_path, tiny_model, caplog):
+    """Also runs of an earlier version, which have kept no digests."""
+    study = read_study(write(tmp_path, tiny_model))
+    first = study.path(study.trials[0])
+    first.mkdir(parents=True)
+    (first / SUMMARY).write_text('{"finished": true}')
+    check_study(study)
+    assert f"{first} is of an earlier version: changes of its data and rewards" in caplog.text
+    sources = check(placed(study.config(study.trials[0]))).sources
+    (first / SOURCES).write_text(json.dumps(sources))
+    check_study(study)
+    (first / SOURCES).write_text(json.dumps({**sources, "task.reward": "1"}))
+    with pytest.raises(ValueError, match=r"since then these have changed: task\.reward; remove"):
+        check_study(study)

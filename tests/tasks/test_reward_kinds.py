@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -74,10 +75,20 @@ TWO: dict[str, Callable[[], Any]] = {
         torch.tensor([[0.9], [0.1]]),
         list(map(np.float32, (0.9, 0.1))),
         pandas.Series([0.9, 0.1], dtype="float32"),
+        np.array([0.9, 0.1], np.float16),
+        torch.tensor([0.9, 0.1], dtype=torch.bfloat16),
     ],
 )
-def test_numbers_of_float32_are_their_shortest_decimals(scores):
+def test_numbers_of_few_bits_are_their_shortest_decimals(scores):
     assert listed(scores) == [0.9, 0.1]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_shortest_decimal_is_the_same_number_of_few_bits(kind):
+    powers = torch.logspace(-4, 4, 200, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(100)
+    values = torch.cat([powers, 2.0 ** torch.arange(-9, 9), torch.tensor([0, inf, -inf])]).to(kind)
+    shortest = listed(values)
+    assert torch.equal(torch.tensor(shortest, dtype=torch.float64).to(kind), values)
 
 
 @pytest.mark.parametrize("kind", TWO)
