@@ -70,6 +70,11 @@ class Coverage(Experiment):
     """Objectives at lags; the search is by turns, and by `compared_by`."""
 
     searched: Mapping[str, Searched] = field(default_factory=dict)
+    folder: Path = HERE / "rows"
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / f"{self.name}.json"
 
     def carry_out(self) -> None:
         """Run what the rows lack, one cell after the other."""
@@ -193,7 +198,6 @@ COVERAGE = Coverage(
     search_seeds=(100,),
     seeds=(0, 1, 2),
     keep_checkpoints=True,
-    rows_in=HERE / "rows",
 )
 
 

@@ -89,12 +89,10 @@ class Experiment:
     compared_by: str = "score"
     """Number of a row by which settings are compared."""
     keep_checkpoints: bool = False
-    rows_in: Path = ROWS
-    """Folder of the rows."""
 
     @property
     def rows(self) -> Path:
-        return self.rows_in / f"{self.name}.json"
+        return ROWS / f"{self.name}.json"
 
     def cells(self) -> list[tuple[str, Condition]]:
         return [(objective, c) for c in self.conditions for objective in self.objectives]
@@ -233,7 +231,7 @@ class Experiment:
         return json.loads(self.rows.read_text()) if self.rows.is_file() else []
 
     def keep(self, rows: Sequence[Row]) -> None:
-        self.rows_in.mkdir(exist_ok=True)
+        self.rows.parent.mkdir(exist_ok=True)
         lines = ",\n".join(json.dumps({k: rounded(v) for k, v in row.items()}) for row in rows)
         write_whole(self.rows, f"[\n{lines}\n]\n")
 

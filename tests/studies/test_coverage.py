@@ -145,7 +145,7 @@ def test_the_search_is_by_turns_and_once_for_each_number(tmp_path):
     one = replace(COVERAGE, conditions={0: {}}, searched={
         name: COVERAGE.searched[name] for name in ("tb reward", "raft")
     })  # fmt: skip
-    study = Known(**{**vars(one), "rows_in": tmp_path})
+    study = Known(**{**vars(one), "folder": tmp_path})
     study.carry_out()
     rows = study.known()
     tables = {(r["objective"], r["rate"]) for r in rows if r["stage"] == "table"}
