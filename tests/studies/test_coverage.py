@@ -161,3 +161,16 @@ def test_the_search_is_by_turns_and_once_for_each_number(tmp_path):
     study.carry_out()  # nothing is run again
     assert study.rows.read_text() == kept
     assert set(FOUND_BY) <= rows[0].keys()
+
+
+@pytest.mark.slow
+def test_a_curve_has_all_strings_at_its_end_only():
+    """The same model at two steps: pass rate and spread agree, and its own KL is 0."""
+    whole = torch.ones_like(measure.right())
+    ref = measure.grammar(MODEL, whole, least=1e-6)
+    first, last = measure.curve({1: MODEL, 2: MODEL}, ref).values()
+    for name in ("pass", "effective", "distinct", "regularised"):
+        assert first[name] == pytest.approx(last[name], abs=1e-3)
+    assert 0.4 < last["pass"] < 0.6  # about half of the samples are right
+    assert last["regularised"] == pytest.approx(last["pass"], abs=1e-3)
+    assert "tv" not in first and last["tv"] > 0.4
