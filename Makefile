@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test quick test-slow test-gpu faults test-vllm study study-long bench bench-long check coverage wheel configuration docs links clean
+.PHONY: demo test quick test-slow test-gpu faults test-vllm study study-long study-coverage bench bench-long check coverage wheel configuration docs links clean
 
 # tba/__init__.py has the version, which an installation records
 $(VENV)/installed: pyproject.toml constraints.txt tba/__init__.py
@@ -67,6 +67,9 @@ study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate:
 
 study-long: $(VENV)/installed  ## written working, replay, rounded weights, a real model: hours; runs what rows/ lacks; ONLY=replay for one
 	@$(BIN)/python studies/off_policy/long.py $(ONLY)
+
+study-coverage: $(VENV)/installed  ## many right answers: objectives at lags 0 to 256, betas and rates searched by reward and by E r - beta KL: hours; runs what rows/coverage.json lacks; ONLY=raft for one
+	@$(BIN)/python -m studies.coverage.study $(ONLY)
 
 .venv-bench/installed: pyproject.toml constraints-bench.txt
 	@test -d .venv-bench || $(PYTHON) -m venv .venv-bench

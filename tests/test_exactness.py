@@ -45,13 +45,14 @@ def distance_after_run(config: Config) -> float:
     return total_variation(run.trainer.policy, first_policy(config), run.parts.text, BETA)
 
 
-SLOW = [pytest.param(taper, marks=pytest.mark.slow) for taper in ("residual", "reward")]
+SLOW = [pytest.param(taper, 150, marks=pytest.mark.slow) for taper in ("residual", "reward")]
 
 
-@pytest.mark.parametrize("taper", ["none", *SLOW])
-def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path, taper):
+@pytest.mark.parametrize(("taper", "steps"), [("none", 100), *SLOW])
+def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path, taper, steps):
+    """A taper takes more steps: it lets bad answers of the past come down more slowly."""
     old = ("strategy=exact.Delayed", "strategy.age=8", f"objective.taper={taper}")
-    config = by_tb(shallow_toy_model, tmp_path / "run", *old, "run.steps=100")
+    config = by_tb(shallow_toy_model, tmp_path / "run", *old, f"run.steps={steps}")
     assert distance_after_run(config) < LIMIT
     rows = read(tmp_path / "run" / METRICS)
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8

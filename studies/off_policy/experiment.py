@@ -86,6 +86,9 @@ class Experiment:
     """More settings that all runs share."""
     details: Sequence[str] = ("ess", "drop")
     """What the table says of each cell below its score."""
+    compared_by: str = "score"
+    """Number of a row by which settings are compared."""
+    keep_checkpoints: bool = False
 
     @property
     def rows(self) -> Path:
@@ -176,7 +179,8 @@ class Experiment:
     ) -> str:
         """Return settings as a study, in TOML."""
         lines = ["[study]", f'folder = "{folder}"', f"parallel = {PARALLEL}"]
-        lines += ["keep_checkpoints = false", f'base = "{HERE / self.base}"', ""]
+        kept = json.dumps(self.keep_checkpoints)
+        lines += [f"keep_checkpoints = {kept}", f'base = "{HERE / self.base}"', ""]
         lines += ["[[grid]]", f'name = "{stage}"', "variants = ["]
         for setting, seed in product(settings, seeds):
             given = {
@@ -200,7 +204,7 @@ class Experiment:
         scores: dict[tuple[float, str], list[float]] = {}
         for row in rows:
             if (row["objective"], row["condition"]) == (objective, condition):
-                scores.setdefault((row["rate"], row["schedule"]), []).append(row["score"])
+                scores.setdefault((row["rate"], row["schedule"]), []).append(row[self.compared_by])
         return {key: fmean(values) for key, values in scores.items()}
 
     def ranked(self, rows: Sequence[Row], objective: str, condition: Condition) -> list[Setting]:
@@ -227,7 +231,7 @@ class Experiment:
         return json.loads(self.rows.read_text()) if self.rows.is_file() else []
 
     def keep(self, rows: Sequence[Row]) -> None:
-        ROWS.mkdir(exist_ok=True)
+        self.rows.parent.mkdir(exist_ok=True)
         lines = ",\n".join(json.dumps({k: rounded(v) for k, v in row.items()}) for row in rows)
         write_whole(self.rows, f"[\n{lines}\n]\n")
 

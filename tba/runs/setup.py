@@ -301,32 +301,31 @@ def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:
     return config.model_copy(update={"policy": policy})
 
 
-def _check_objective(config: Config, objective: Plugin) -> None:
+def _check_objective(c: Config, objective: Plugin) -> None:
     """Raise ValueError if the objective's head changes, or it needs log-probs that are lost.
 
     What the objective warns of is logged.
     """
-    if objective.at(0).head != objective.at(config.run.steps).head:
+    first, last = (objective.at(step) for step in (0, c.run.steps))
+    if first.head != last.head:
         raise ValueError(
             "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
         )
-    ends = [objective.at(step) for step in (0, config.run.steps)]
-    for told in {end.warning for end in ends} - {None}:
+    for told in {first.warning, last.warning} - {None}:
         log.warning(told)
-    c = config
     others = {"sampling.explore": c.sampling.explore, "replay.rollouts": c.replay.rollouts}
     refused = [f"sampling.{name}" for name in c.sampling.reshaped]
     refused += [key for key, value in others.items() if value is not None]
-    if refused and needs_behavior(config, objective):
+    if refused and needs_behavior(c, objective):
         raise ValueError(
-            f"{' and '.join(refused)} does not work with objective.use = {config.objective.use!r},"
+            f"{' and '.join(refused)} does not work with objective.use = {c.objective.use!r},"
             " which needs the exact log-probs of the policy that sampled: they are not known then;"
             " remove it, or use objective=tb without objective.importance_cap"
         )
-    mixes = c.strategy.use == "mixture" and c.strategy.options["recent"] < 1
-    if c.strategy.use == "reward" or (mixes and c.strategy.options["reward"] > 0):
+    drawn = {"reward": float(c.strategy.use == "reward"), "recent": 0.0} | c.strategy.options
+    if drawn["reward"] * (1 - drawn["recent"]) > 0:
         refused.append("replay by reward (strategy.reward above 0)")
-    if refused and any(end.needs_own_samples for end in ends):
+    if refused and (first.needs_own_samples or last.needs_own_samples):
         raise ValueError(
             f"{' and '.join(refused)} does not work with objective.shift, which has the right"
             " optimum on samples of the policy itself only; remove one of the two"

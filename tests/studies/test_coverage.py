@@ -1,0 +1,176 @@
+"""The study of coverage: its task, what it measures, and how it searches."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from studies.coverage import measure
+from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
+from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting
+from tba.config.plugins import resolve_all
+from tba.prompt import Answer, Prompt
+from tba.studies.study import read_study
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "studies" / "coverage" / "model"
+
+
+def test_two_numbers_of_two_digits_are_right():
+    prompt = Prompt("57", "57=", {"sum": 57})
+    answers = {
+        "30+27": 1.0, "47+10": 1.0, "10+47": 1.0, "30+28": 0.0, "50+7": 0.0, "07+50": 0.0,
+        "30+27=57": 0.0, "": 0.0,
+    }  # fmt: skip
+    found = Pairs().score(prompt, [Answer(text, True) for text in answers])
+    assert found == list(answers.values())
+    assert Pairs().score(prompt, [Answer("30+27", False)]) == [0.0]
+
+
+def test_each_sum_has_many_right_answers_and_none_is_in_both_parts():
+    assert {p.text for p in Pairs().prompts()} | {p.text for p in Pairs().held_out()} == {
+        f"{n}=" for n in SUMS
+    }
+    assert len(Pairs().prompts()) == 105 and len(HELD_OUT) == 34
+    counts = {n: len([a for a in range(10, 100) if 10 <= n - a <= 99]) for n in SUMS}
+    assert (min(counts.values()), max(counts.values())) == (21, 90)
+    assert measure.right().sum(1).tolist() == [counts[n] for n in HELD_OUT]
+
+
+def test_the_log_probs_of_strings_are_those_of_the_model():
+    """And those that are not followed are less likely than the bound."""
+    among = torch.ones_like(measure.right()[:2])
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    text = AutoTokenizer.from_pretrained(MODEL)
+    most = 1e-5
+    found = measure.grammar(MODEL, among, most)
+    right = measure.grammar(MODEL, measure.right()[:2], most)
+    for row, only, n in zip(found, right, HELD_OUT, strict=False):
+        best, last = row.argmax().item(), len(measure.strings()) - 1
+        for place in (best, 0, 4050, last):
+            answer = measure.strings()[place]
+            ids = text(f"{n}={answer}", return_tensors="pt").input_ids
+            ids = torch.cat([ids, torch.tensor([[text.eos_token_id]])], 1)
+            with torch.no_grad():
+                logp = model(ids).logits[0, :-1].double().log_softmax(-1)
+            whole = logp.gather(1, ids[0, 1:, None])[len(f"{n}=") - 1 :].sum().item()
+            if row[place] > log(measure.UNLIKELY):
+                assert row[place].item() == pytest.approx(whole, abs=1e-3)
+            else:
+                assert whole < log(most)
+        assert row[best] > log(measure.UNLIKELY)
+        is_right = measure.right()[HELD_OUT.index(n)]
+        torch.testing.assert_close(only[is_right], row[is_right], atol=1e-4, rtol=0)
+        assert (only[~is_right] == log(measure.UNLIKELY)).all()
+
+
+def spread(masses: Sequence[float]) -> torch.Tensor:
+    """Return log-probs that give these masses to the first right answers of each sum."""
+    logp = torch.full(measure.right().shape, log(measure.UNLIKELY), dtype=torch.double)
+    for row, is_right in zip(logp, measure.right(), strict=True):
+        places = torch.where(is_right)[0][: len(masses)]
+        row[places] = torch.tensor(masses, dtype=torch.double).log()
+    return logp
+
+
+def test_what_is_measured_by_hand():
+    """The reference has two right answers of .2 and .3, the policy .6 and .2 of the same."""
+    ref, policy = spread([0.2, 0.3]), spread([0.6, 0.2])
+    found = measure.exact(policy, ref)
+    entropy, before = (-sum(p * log(p) for p in ps) for ps in ((0.75, 0.25), (0.4, 0.6)))
+    kl = 0.6 * log(3) + 0.2 * log(2 / 3) + 0.2 * log(0.2 / 0.5)
+    z = 0.5 * exp(10) + 0.5
+    star = [0.2 * exp(10) / z, 0.3 * exp(10) / z, 0.5 / z]
+    wanted = {
+        "pass": 0.8,
+        "effective": exp(entropy - before),
+        "distinct": 2 - 0.4**64 - 0.8**64,
+        "regularised": 0.8 - 0.1 * kl,
+        "tv": sum(abs(p - t) for p, t in zip((0.6, 0.2, 0.2), star, strict=True)) / 2,
+        "kl": sum(p * log(p / t) for p, t in zip((0.6, 0.2, 0.2), star, strict=True)),
+    }
+    assert found == pytest.approx(wanted, abs=1e-6)
+    at_target = measure.exact(spread(star[:2]), ref)
+    assert at_target["tv"] < 1e-6 and abs(at_target["kl"]) < 1e-6
+    # nothing has a larger E r - beta KL
+    assert at_target["regularised"] == pytest.approx(0.1 * log(z), abs=1e-6)
+    assert at_target["regularised"] > found["regularised"]
+
+
+def test_every_setting_is_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    every = [Setting(*cell, 1e-4, "linear") for cell in COVERAGE.cells()]
+    file = tmp_path / "study.toml"
+    file.write_text(COVERAGE.text("search", tmp_path, every, COVERAGE.search_seeds))
+    study = read_study(file)
+    assert len(study.trials) == len(every) and study.table.keep_checkpoints
+    for trial in study.trials[::7]:
+        config = study.config(trial)
+        resolve_all(config).objective.at(0)
+        assert trial.label.startswith(config.objective.use[:2])
+        assert config.checkpoint.keep * config.checkpoint.every == config.run.steps
+
+
+class Known(Coverage):
+    """Runs whose numbers are known: reward is best at beta .03, and spread at beta .3."""
+
+    def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
+        rows = []
+        for setting in settings:
+            beta = float(setting.objective.rpartition(" ")[2]) if "beta" in setting.objective else 1
+            off = abs(log(setting.rate / (3e-4 if beta < 0.1 else 1e-4)))
+            numbers = {
+                "pass": 0.9 - 0.01 * off - 0.1 * abs(log(beta / 0.03)),
+                "regularised": 0.8 - 0.01 * off - 0.1 * abs(log(beta / 0.3)),
+            }
+            own: dict[str, Any] = {
+                "stage": stage,
+                **vars(setting),
+                **numbers,
+                "coverage": {"200": {}},
+            }
+            rows += [
+                {**own, "seed": seed, "effective": 0.5, "distinct": 9, "tv": 0.1} for seed in seeds
+            ]
+        return rows
+
+
+def test_the_search_is_by_turns_and_once_for_each_number(tmp_path):
+    """First rates, then betas at the best of them, then rates with the best beta."""
+    one = replace(COVERAGE, conditions={0: {}}, searched={
+        name: COVERAGE.searched[name] for name in ("tb reward", "raft")
+    })  # fmt: skip
+    study = Known(**{**vars(one), "folder": tmp_path})
+    study.carry_out()
+    rows = study.known()
+    tables = {(r["objective"], r["rate"]) for r in rows if r["stage"] == "table"}
+    assert tables == {
+        ("tb reward, beta 0.03", 3e-4), ("tb reward, beta 0.3", 1e-4), ("raft", 1e-4),
+    }  # fmt: skip
+    seeds = {r["seed"] for r in rows if r["stage"] == "table"}
+    assert seeds == {0, 1, 2} and {r["seed"] for r in rows if r["stage"] == "search"} == {100}
+    tried = {r["rate"] for r in rows if r["objective"] == "tb reward, beta 0.03"} - {3e-4, 1e-4}
+    assert {1e-3, 3e-5} & tried
+    assert "0.900 ± 0.000 / 0.50 / 9.0 / 0.10<br><small>beta 0.03 0.0003</small>" in study.tables()
+    kept = study.rows.read_text()
+    study.carry_out()  # nothing is run again
+    assert study.rows.read_text() == kept
+    assert set(FOUND_BY) <= rows[0].keys()
+
+
+@pytest.mark.slow
+def test_a_curve_has_all_strings_at_its_end_only():
+    """The same model at two steps: pass rate and spread agree, and its own KL is 0."""
+    whole = torch.ones_like(measure.right())
+    ref = measure.grammar(MODEL, whole, least=1e-6)
+    first, last = measure.curve({1: MODEL, 2: MODEL}, ref).values()
+    for name in ("pass", "effective", "distinct", "regularised"):
+        assert first[name] == pytest.approx(last[name], abs=1e-3)
+    assert 0.4 < last["pass"] < 0.6  # about half of the samples are right
+    assert last["regularised"] == pytest.approx(last["pass"], abs=1e-3)
+    assert "tv" not in first and last["tv"] > 0.4
