@@ -1,6 +1,7 @@
 """The setup of a run: everything that its config names, resolved and checked before the start."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -257,7 +258,9 @@ def _check_policy(config: Config, here: bool) -> list[str]:
             " pip install 'tba[quantised]', or remove them"
         )
     if here and config.trainer.compile:
-        check_compiler()
+        names = ["clang++" if sys.platform == "darwin" else "g++"]
+        instead = "set trainer.compile=false"
+        check_compiler("trainer.compile = true", "C++", "CXX", names, instead)
     return [] if config.policy.lora is None else [check_adapter(config.policy)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tba.weights import Probe, Sent, Weights, as_view
+from tba.weights import Probe, Sent, Weights, as_view, resend
 
 ALIGNED = 64
 """Bytes: torch aligns its tensors so."""
@@ -83,6 +83,23 @@ def _opened(process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | 
     return Mapped(opened, memory, arrays, probe)
 
 
+class MappedArrays(dict[str, np.ndarray]):
+    """Arrays in a mapped file, by name.
+
+    Pickles have no numbers: another process of this machine maps the file again.
+    """
+
+    def __init__(self, mapped: Mapped):
+        memory = mapped.memory
+        super().__init__(
+            {a.name: np.ndarray(a.shape, a.dtype, memory, a.first) for a in mapped.arrays}
+        )
+        self._mapped = mapped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedArrays, (self._mapped,)
+
+
 class SharedMemory:
     """Transport on Linux, between processes of one user on one machine.
 
@@ -120,10 +137,13 @@ class SharedMemory:
 
     def receive(self, sent: Sent) -> Weights:
         mapped: Mapped = sent.parcel
-        arrays = {
-            a.name: np.ndarray(a.shape, a.dtype, mapped.memory, a.first) for a in mapped.arrays
-        }
-        return Weights(sent.version, arrays, mapped.probe)
+        return Weights(sent.version, MappedArrays(mapped), mapped.probe)
+
+    def mapped(self, weights: Weights) -> Weights:
+        """Return weights that other processes map, rather than each getting a copy."""
+        if isinstance(weights.arrays, MappedArrays):
+            return weights
+        return self.receive(resend(weights, self))
 
     def _file(self) -> _File:
         """Return a file that nobody uses; it is no other thread's, either."""

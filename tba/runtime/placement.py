@@ -153,6 +153,16 @@ def needs(
     return settings.searchers, {kind: whole if share and each > 1 else share}
 
 
+def check_here(kind: str, total: int, ranks: int) -> None:
+    """Raise ValueError if this process is to train on its CPU while Ray has GPUs elsewhere."""
+    if kind == "GPU" and ranks == 1 and gpu_count() == 0:
+        raise ValueError(
+            f"Ray has {total} GPUs, and this machine, on which the trainer would run, has none that"
+            " PyTorch can use: start the run on a machine of the cluster with a GPU, or set"
+            " trainer.devices=2, so that Ray finds GPUs for the trainer as well"
+        )
+
+
 def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> None:
     """Raise ValueError unless so many searchers find `each` GPUs or CPUs on one machine.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from build import random_batch, trainer
+from build import gradients_of, random_batch, trainer
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,14 +65,16 @@ def test_a_step_of_one_rank_of_64(model, alone):
     assert all(len(slot.groups) == RANKS for slot in slots)
     counts = [sum(len(slot.groups[rank]) for slot in slots) for rank in range(RANKS)]
     assert set(counts) == {2, 3}
-    assert math.isfinite(t.step(batch, 1)["grad_norm"])
+    with gradients_of(t) as gradients:
+        assert math.isfinite(t.step(batch, 1)["grad_norm"])
     held = {"weights": 0, "gradients": 0, "moments": 0}
     for name, parameter in t.policy.named_parameters():
-        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        gradient = gradients[name]
+        assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
         state = t.optimizer.state[parameter]
         kinds = {
             "weights": [parameter],
-            "gradients": [parameter.grad],
+            "gradients": [gradient],
             "moments": [state["exp_avg"], state["exp_avg_sq"]],
         }
         rows, *columns = shapes[name]
