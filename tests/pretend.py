@@ -169,6 +169,7 @@ def _patches(gpu: Pretended) -> Iterator[Any]:
         yield patch.object(torch.cuda, name, lambda *given, found=value, **options: found)
     for name in ("set_device", "_lazy_init", "init", "empty_cache", "manual_seed_all"):
         yield patch.object(torch.cuda, name, nothing)
+    yield patch.object(torch.cuda.memory, "_set_allocator_settings", nothing)
     own = {"Stream": Stream, "Event": Stream, "stream": stream, "synchronize": wait}
     for name, value in own.items():
         yield patch.object(torch.cuda, name, value)

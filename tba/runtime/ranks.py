@@ -37,7 +37,7 @@ from tba.learn import TrainerLost, TrainerSizes, WrongReference
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
-from tba.runtime.placement import Place
+from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch, NotFinite
 from tba.weights import Sent, Transport
 
@@ -73,7 +73,7 @@ class RankActor:
         check_seen(self._folders)
         cuda = self._place.device.startswith("cuda")
         if cuda:
-            torch.cuda.set_device(self._place.device)
+            take_gpu(self._place.device)
         if ray.util.get_node_ip_address() == "127.0.0.1" and sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         limit = timedelta(seconds=deadline)
