@@ -22,8 +22,9 @@ from tba.config.plugins import names
 from tba.learn import plan, policy, publish, state
 from tba.learn import trainer as trainers
 from tba.learn.policy import Policy
-from tba.learn.trainer import SingleTrainer
+from tba.learn.trainer import Ran, SingleTrainer
 from tba.models import cache
+from tba.runtime.deadline import bind_ray
 from tba.types import Batch, StepError
 
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
@@ -108,6 +109,22 @@ def test_waits_and_copies_of_a_step(layout, tiny_model, pretend, monkeypatch):
     own.step(drawn(), 2)
     assert pretend.waits.total() == WAITS[layout] <= 7, +pretend.waits
     assert pretend.copies.total() == COPIES[layout], pretend.copies
+
+
+def test_metrics_of_a_rank_leave_the_gpu_together(pretend):
+    bind_ray(None)
+    from tba.runtime.ranks import _plain
+
+    loss = torch.tensor([0.5, 2.0], device="cuda:0")
+    ran = [
+        Ran({"loss": loss, "zero": loss == 2}, 7, 1),
+        Ran({}, 3, 0),
+        Ran({"loss": loss[:1]}, 5, 0),
+    ]
+    pretend.clear()
+    first = {"loss": [0.5, 2.0], "zero": [0.0, 1.0]}
+    assert _plain(ran) == [(first, 7, 1), ({}, 3, 0), ({"loss": [0.5]}, 5, 0)]
+    assert pretend.waits.total() == 1 and _plain(ran[1:2]) == [({}, 3, 0)]
 
 
 def test_a_publication_waits_once_a_tensor(tiny_model, pretend):

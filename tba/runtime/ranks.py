@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -115,8 +116,7 @@ class RankActor:
 def _gather(ran: Sequence[Ran]) -> list[Ran]:
     """Return what all ranks have run. They exchange it as JSON in tensors, which runs no code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    plain = [({n: t.tolist() for n, t in r.metrics.items()}, r.tokens, r.padding) for r in ran]
-    text = json.dumps(plain).encode()
+    text = json.dumps(_plain(ran)).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
     assert longest < 2**28, "no rank of this trainer has sent this"
@@ -129,6 +129,16 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
             tensors = {name: torch.tensor(values) for name, values in metrics.items()}
             gathered.append(Ran(tensors, tokens, padding))
     return gathered
+
+
+def _plain(ran: Sequence[Ran]) -> list[tuple[dict[str, list[float]], int, int]]:
+    """Return the same as numbers, which leave a GPU together: each transfer waits for it."""
+    tensors = [metric.double() for each in ran for metric in each.metrics.values()]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
+    return [
+        ({n: [*islice(numbers, len(t))] for n, t in r.metrics.items()}, r.tokens, r.padding)
+        for r in ran
+    ]
 
 
 class ShardedTrainer:
