@@ -11,7 +11,6 @@ import torch
 from tba.engines import SearchError, SharedLock
 from tba.prompt import Prompt
 from tba.runtime.cluster import check_seen
-from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
@@ -40,8 +39,6 @@ class SearcherActor:
         place.begin()
         self._place = place
         self._receive = receive
-        several = setup.config.engine.options.get("tensor_parallel_size", 1) > 1
-        self._shared = SharedMemory() if several else None  # with the processes of the engine
         self._wrong: SearchError | None = None  # every later call raises it
         try:
             check_seen(folders)
@@ -143,10 +140,7 @@ class SearcherActor:
         started = time.perf_counter()
         drained_before = engine.drained
         try:
-            received = self._receive(weights)
-            if self._shared is not None:
-                received = self._shared.mapped(received)
-            gap = self._searcher.load_weights(received)
+            gap = self._searcher.load_weights(self._receive(weights))
         except SearchError as error:
             self._wrong = error
             raise

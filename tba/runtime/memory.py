@@ -4,7 +4,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,12 +139,6 @@ class SharedMemory:
         mapped: Mapped = sent.parcel
         return Weights(sent.version, MappedArrays(mapped), mapped.probe)
 
-    def mapped(self, weights: Weights) -> Weights:
-        """Return weights that other processes map, rather than each getting a copy."""
-        if isinstance(weights.arrays, MappedArrays):
-            return weights
-        return self.receive(resend(weights, self))
-
     def _file(self) -> _File:
         """Return a file that nobody uses; it is no other thread's, either."""
         with self._choosing:
@@ -153,3 +147,12 @@ class SharedMemory:
                     self._files.remove(file)
                     return file
         return _File(os.memfd_create("weights"))
+
+
+def receive_mapped(receive: Callable[[Sent], Weights], sent: Sent) -> Weights:
+    """Receive weights so that processes to which they are sent map them, and get no copies."""
+    weights = receive(sent)
+    if isinstance(weights.arrays, MappedArrays):
+        return weights
+    transport = SharedMemory()
+    return transport.receive(resend(weights, transport))

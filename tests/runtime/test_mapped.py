@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from build import copies
 
-from tba.runtime.memory import SharedMemory
-from tba.weights import Probe, Sent, Weights, resend
+from tba.runtime.memory import SharedMemory, receive_mapped
+from tba.weights import Direct, Probe, Sent, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
 
@@ -75,9 +75,8 @@ def test_nothing_is_sent_without_parameters():
 def test_arrays_are_mapped_by_processes_that_they_are_sent_to():
     """As by those of an engine on several GPUs, which vLLM sends its arguments as pickles."""
     plain = Weights(3, {"parameter": np.arange(1e6, dtype=np.float32)})
-    transport = SharedMemory()
-    weights = transport.mapped(plain)
-    assert transport.mapped(weights) is weights and copies() == 1
+    weights = receive_mapped(Direct().receive, Sent(3, plain))
+    assert receive_mapped(Direct().receive, Sent(3, weights)) is weights and copies() == 1
     pickled = pickle.dumps({"arrays": weights.arrays})
     assert len(pickled) < 1000
     code = (
