@@ -49,7 +49,7 @@ faults: $(VENV)/installed  ## the suite of faults: 20 minutes on two cores; FULL
 		ended=$$?; $(BIN)/python scripts/write_reliability.py $(FAULTS); exit $$ended
 
 VLLM_VENV := .venv-vllm
-VLLM_TESTS := tests/engines/test_vllm.py tests/engines/test_batch.py tests/test_contracts.py
+VLLM_TESTS := tests/engines/test_vllm.py tests/engines/test_vllm_names.py tests/engines/test_batch.py tests/test_contracts.py
 
 $(VLLM_VENV)/installed: pyproject.toml constraints-vllm.txt
 	@test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)

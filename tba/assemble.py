@@ -12,6 +12,7 @@ import torch
 
 from tba.config.schema import Config
 from tba.learn import Trainer, TrainerLost
+from tba.learn.trainer import SingleTrainer
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint, log
@@ -25,7 +26,7 @@ from tba.runs.stop import Stop
 from tba.runs.stored import choose_resumed, renewed
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.placement import Place, places_on_one_machine, reuse_memory
+from tba.runtime.placement import Place, last_gpu, places_on_one_machine, reuse_memory, take_gpu
 from tba.search.prompts import SearchState
 from tba.streams import Use, generator
 from tba.tasks._memory import Passed
@@ -62,6 +63,8 @@ def open_trainer(
     c = setup.config
     if place.device == "cpu":
         reuse_memory()
+    elif cluster is None or not cluster.ranks:  # vLLM's memory cannot sleep if it expands
+        take_gpu(place.device, expands=c.runtime.colocate != "sleep")
     if c.trainer.devices == 1 or cluster is None:
         transport = None if cluster is None else cluster.transport
         return setup.trainer(place.device, is_new, transport)
@@ -96,7 +99,9 @@ def open_searchers(
     # a run on Ray saves none, and a publication may have failed
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
         search = replace(search, weights=trainer.send(step).parcel)
-    return LocalSearchers(job, job.setup.build(place.device, bf16), search, stopping)
+    lent = trainer.policy.model if isinstance(trainer, SingleTrainer) else None
+    searcher = job.setup.build(place.device, bf16, lent)
+    return LocalSearchers(job, searcher, search, stopping)
 
 
 def run(
@@ -217,19 +222,18 @@ def _assemble(
     stream = setup.prompt_stream()
     rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
+    free = last_gpu() if cluster and cluster.ranks and place.device != "cpu" else place.device
     if stored is not None:
         progress, search = checkpoint.restore(stored, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor, others=replay == "drop")
         console.note(f"resumed from {stored.name}")
-        progress, search = renewed(
-            setup, progress, search, buffer, replay, place.device, console.phase
-        )
+        progress, search = renewed(setup, progress, search, buffer, replay, free, console.phase)
         evaluates = progress.evaluating > 0 or progress.step == c.run.steps
         log.rewind(folder, progress.step, evaluates)  # after all that can fail
     if rollouts:
         bf16 = trainer.computes_in_bf16
-        buffer.add(with_reference(rollouts, setup, place.device, bf16, console.phase), now=0)
+        buffer.add(with_reference(rollouts, setup, free, bf16, console.phase), now=0)
     torch.cuda.empty_cache()  # of models that are gone, beside a rank that needs the memory
     _describe_prompts(console, setup, rollouts)
     job = SearchJob(setup.search_setup(), stream, console.phase)

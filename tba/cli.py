@@ -115,7 +115,7 @@ def check(
     Nothing is trained. What --machine prints is for bug reports; the status is 1 if a check fails.
     """
     config = placed(_config(settings or [], None))
-    off = []
+    off: list[str] = []
     if machine or not settings:
         from tba.doctor import examine
 
@@ -125,8 +125,7 @@ def check(
         announce(config)
         check_start(config, None)
         _check(config, gpus, verbose=verbose)
-    if off:
-        raise Exit(1)
+    raise Exit(bool(off))
 
 
 def _check(

@@ -574,6 +574,20 @@ def trainer(model: Path, *settings: str) -> SingleTrainer:
     return setup_of(model, *settings).trainer("cpu")
 
 
+@contextmanager
+def gradients_of(own: SingleTrainer) -> Iterator[dict[str, Tensor]]:
+    """Keep the gradients of the last step inside the block, by the names of the parameters."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(*given: Any) -> None:
+        named = own.policy.named_parameters()
+        kept.update({name: p.grad for name, p in named if p.grad is not None})
+
+    hook = own.optimizer.register_step_pre_hook(keep)
+    yield kept
+    hook.remove()
+
+
 def parameters(t: SingleTrainer) -> list[torch.Tensor]:
     return [p.detach().clone() for p in t.policy.model.parameters()]
 

@@ -5,13 +5,14 @@ import os
 import signal
 import string
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from pretend import Pretended
 from suite import case as case
 from suite import pytest_runtest_makereport as pytest_runtest_makereport
 
@@ -134,6 +135,13 @@ def shallow_toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from exact import save_model
 
     return save_model(tmp_path_factory.mktemp("shallow-toy"), layers=1)
+
+
+@pytest.fixture
+def pretend() -> Iterator[Pretended]:
+    """A GPU, `cuda:0`, that is pretended for the length of a test."""
+    with Pretended() as gpu:
+        yield gpu
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from build import setup_of, trainer
+from build import gradients_of, setup_of, trainer
 from suite import FORKS
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
@@ -106,9 +106,9 @@ def gradients(t: SingleTrainer, batches: list[Batch], budgets: list[int]) -> lis
         config = t.setup.config
         settings = config.trainer.model_copy(update={"token_budget": budget})
         t.setup = replace(t.setup, config=config.model_copy(update={"trainer": settings}))
-        metrics = t.step(batch, 1)
-        named = t.policy.named_parameters()
-        steps.append((metrics, {n: whole(p.grad) for n, p in named if p.grad is not None}))
+        with gradients_of(t) as kept:
+            metrics = t.step(batch, 1)
+        steps.append((metrics, {name: whole(gradient) for name, gradient in kept.items()}))
     return steps
 
 

@@ -68,6 +68,33 @@ def test_the_models_of_gpu_sh_have_a_token_for_each_id(measure, monkeypatch, tmp
     assert text.encode(Prompt("sum", "12+3=")).tolist() == [3, 4, 12, 5, 13]
 
 
+@pytest.mark.parametrize(
+    ("card", "parts"),
+    [
+        (80, ["full training step, 0.5B"]),
+        *(pytest.param(card, [], marks=pytest.mark.slow) for card in (24, 40, 80)),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_parts_of_gpu_sh_fit_a_card_by_the_formula(card, parts, monkeypatch, tmp_path, capsys):
+    """Or are skipped with what they need. All steps of 1.5B fit 80 GB."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gpu, fit = importlib.import_module("_gpu"), importlib.import_module("_fit")
+    planned = gpu.Bench(argparse.Namespace(device="cpu", tiny=False, plan=[card])).planned()
+    chosen = {name: planned[name] for name in parts or planned}
+    capsys.readouterr()
+    fit.print_plan(chosen, [card])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(chosen)
+    for line in lines:
+        needed = re.search(r": (\d+\.\d) GB calculated with trainer\.token_budget=\d+ policy", line)
+        assert needed is None or float(needed[1]) <= 0.9 * card, line
+        skipped = re.search(r"skipped: it needs (\d+) GB, and 90% of", line)
+        assert (needed is None) != (skipped is None), line
+        assert skipped is None or card < 80, line
+
+
 def scripts() -> list[str]:
     return sorted(p.stem for p in BENCHMARKS.glob("*.py") if not p.stem.startswith("_"))
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from build import (
     conserved,
+    gradients_of,
     group,
     newest_files,
     random_batch,
@@ -97,9 +98,9 @@ def stepped(own: SingleTrainer) -> Stepped:
     """Return log-probs, the metrics of a step, and its gradient."""
     with torch.no_grad():
         logp = own.policy.logp(batch()).float().cpu()
-    metrics = own.step(batch(), 1)
-    slopes = [p.grad for p in own.policy.parameters() if p.grad is not None]
-    return logp, metrics, torch.cat([slope.float().cpu().flatten() for slope in slopes])
+    with gradients_of(own) as slopes:
+        metrics = own.step(batch(), 1)
+    return logp, metrics, torch.cat([s.float().cpu().flatten() for s in slopes.values()])
 
 
 def apart(expected: Stepped, found: Stepped) -> dict[str, float]:

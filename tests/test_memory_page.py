@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build import trainer
+from build import gradients_of, trainer
 from safetensors.numpy import load_file
 from torch import nn
 
@@ -74,13 +74,15 @@ def test_the_page_has_the_formulas_of_the_package():
 
 def test_weights_gradients_moments_and_copies(batch):
     own = trainer(MODEL)
-    own.step(batch, 0)
+    with gradients_of(own) as gradients:
+        own.step(batch, 0)
     parameters = list(own.policy.parameters())
+    assert all(p.grad is None for p in parameters)  # their memory is free between steps
     count = sum(p.numel() for p in parameters)
     states = own.optimizer.state.values()
     held = {
         "weights": sum(p.nbytes for p in parameters),
-        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+        "gradients": sum(gradient.nbytes for gradient in gradients.values()),
         "AdamW's moments": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in states),
         "copy for publishing": own.send(1).parcel.nbytes,  # in fp32, what is sent is the copy
     }
@@ -211,7 +213,8 @@ def test_smaller_weights_and_moments(weights, optimizer, batch):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes", reason="an extra: see pyproject.toml")
     own = trainer(MODEL, f"trainer.weights={weights}", f"trainer.optimizer={optimizer}")
-    own.step(batch, 0)
+    with gradients_of(own) as gradients:
+        own.step(batch, 0)
     large = [p for p in own.policy.parameters() if p.numel() >= 4096]
     count = sum(p.numel() for p in large)
     moments = 0
@@ -224,7 +227,7 @@ def test_smaller_weights_and_moments(weights, optimizer, batch):
     row = rf"^\| `{weights}` \| `{optimizer}` \| (.+) \|$"
     expected = [float(cell) for cell in re.findall(row, PAGE, re.M)[0].split(" | ")]
     of_weights = (sum(p.nbytes for p in large) + rest) / count
-    of_gradients = sum(p.grad.nbytes for p in large if p.grad is not None) / count
+    of_gradients = sum(g.nbytes for g in gradients.values() if g.numel() >= 4096) / count
     of_moments = moments / count
     total = of_weights + of_gradients + of_moments
     shown = [of_weights, of_gradients, of_moments, total, of_weights + of_moments]

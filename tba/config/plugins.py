@@ -359,14 +359,16 @@ def with_defaults(config: Config) -> Config:
     The engine has defaults for `[runtime]`, too.
     """
     tables: dict[str, Any] = {}
+    engine: Any = find("engines", config.engine.use)
     for table, kind in PLUGGED.items():
         given: Use = getattr(config, table)
         options = given.options
+        if table == "engine":
+            options = {**engine.chosen(config), **options}
         for name, option in options_of(find(kind, given.use)).items():
             if not option.required and option.default is not None:
                 options.setdefault(name, option.default)
         tables[table] = type(given)(**given.model_dump() | options)
-    engine: Any = find("engines", config.engine.use)
     runtime = dict(engine.defaults(config))
     for key in config.runtime.model_fields_set:
         runtime.pop(key, None)

@@ -269,7 +269,8 @@ class SearcherRange(Table):
 class RuntimeTable(Table):
     use: Literal["local", "ray"] = key(
         "ray",
-        "local: search and training alternate in this process, bit-reproducible without agents;"
+        "local: search and training alternate in this process, on a CPU bit-reproducible without"
+        " agents;"
         " ray: searchers run in processes of their own",
     )
     searchers: int | SearcherRange = key(

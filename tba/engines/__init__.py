@@ -77,6 +77,11 @@ class Engine(ABC):
         return {}
 
     @classmethod
+    def chosen(cls, config: Config) -> Mapping[str, Any]:
+        """Return options of the engine that follow from other settings, where it has none."""
+        return {}
+
+    @classmethod
     def check(cls, config: Config) -> None:
         """Raise ValueError, which says what to do, if the engine cannot work with this config.
 
@@ -124,14 +129,15 @@ class Engine(ABC):
         `weights.probe`, in nats, or None if there is nothing to compare.
         """
 
-    def sleep(self) -> None:
+    def sleep(self, keep: bool = True) -> None:
         """Give up the memory of weights and cache until `wake`, while the trainer trains.
 
-        Nothing is generated and no weights arrive meanwhile.
+        Nothing is generated and no weights arrive meanwhile. If it need not `keep` the weights,
+        others are loaded after `wake`, before anything is generated.
         """
 
     def wake(self) -> None:
-        """Be as before `sleep`, with the same weights."""
+        """Be as before `sleep`, with the same weights if they were kept."""
 
     def lend(self) -> AbstractContextManager[None]:
         """Hold `model` while nothing is generated and no weights arrive.

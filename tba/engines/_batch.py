@@ -63,7 +63,9 @@ class _Update:
     apply: Callable[[], None]
     version: int
     checks: Sequence[Request]
-    """Requests whose outputs verify the change; the first one is also answered before it."""
+    """Requests whose outputs verify the change."""
+    stale: bool
+    """Whether the first one is also answered before it."""
     asked: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
     """Seconds that it waited for running requests."""
@@ -111,14 +113,19 @@ class Batch:
         return [(call.outputs[place], call.versions[place]) for place in range(len(requests))]
 
     def update(
-        self, apply: Callable[[], None], version: int, checks: Sequence[Request] = ()
+        self,
+        apply: Callable[[], None],
+        version: int,
+        checks: Sequence[Request] = (),
+        stale: bool = True,
     ) -> tuple[float, list[Output]]:
         """Apply a change between two steps, then answer the checks before anything else begins.
 
-        The first check is also answered before the change, so that a cache that outlives it shows.
-        Returns the seconds that the change waited for running requests, and the checks' outputs.
+        Unless nothing `stale` can be there, the first check is also answered before the change, so
+        that a cache that outlives it shows. Returns the seconds that the change waited for running
+        requests, and the checks' outputs.
         """
-        update = _Update(apply, version, checks)
+        update = _Update(apply, version, checks, stale)
         with self._changed:
             self._updates.append(update)
             self._changed.notify_all()
@@ -192,7 +199,7 @@ class Batch:
 
     def _apply(self, engine: Any, update: _Update) -> None:
         update.waited = time.perf_counter() - update.asked
-        self._answer(engine, update.checks[:1])
+        self._answer(engine, update.checks[: int(update.stale)])
         update.apply()
         outputs = self._answer(engine, update.checks)
         with self._changed:

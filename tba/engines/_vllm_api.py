@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -64,20 +65,38 @@ class Engine:
         self._engine.engine_core.shutdown()
         del self._engine  # and with it weights and cache, before another engine starts
 
-    def sleep(self) -> None:
-        """Give up the cache, and the weights, which are copied to the host; no request may run."""
-        self._engine.sleep(level=1)
+    def sleep(self, keep: bool) -> None:
+        """Give up the cache, and the weights; `keep` a copy of them on the host.
+
+        No request may run.
+        """
+        self._engine.sleep(level=1 if keep else 2)
 
     def wake(self) -> None:
-        """Take the memory back, once PyTorch has returned what the trainer no longer uses."""
+        """Take the memory back, with the weights that were kept."""
+        self._take()
+
+    def _take(self, *tags: str) -> None:
+        """Take memory back, once PyTorch has returned what the trainer no longer uses."""
         torch.cuda.empty_cache()
-        self._engine.wake_up()
-        if self._engine.is_sleeping():
+        self._engine.wake_up(list(tags) or None)
+        if self._engine.is_sleeping() and tags != ("weights",):
             raise RuntimeError("vLLM has not woken up")
 
-    def load(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
-        """Load all weights, and forget what the old ones computed, for running requests as well."""
-        kwargs = {"arrays": dict(arrays)}
+    def wake_with(
+        self, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str], version: int
+    ) -> None:
+        """Take the memory back after a sleep that kept no weights, and load these."""
+        self._take("weights")
+        self.load(arrays, tied, version)
+        self._take("kv_cache")
+
+    def load(self, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str], version: int) -> None:
+        """Load all weights, and forget what the old ones computed, for running requests as well.
+
+        Arrays that are `tied` to others come under the names of those.
+        """
+        kwargs = {"arrays": arrays, "tied": tied}
         self._engine.collective_rpc("load_arrays", timeout=self._deadline, kwargs=kwargs)
         self._engine.set_weight_version(str(version))
         if not self.reset_cache():
@@ -133,12 +152,15 @@ class InProcess(UniProcExecutor):
 class Worker:
     """Extension of vLLM's workers, in whose processes its name imports this file."""
 
-    def load_arrays(self: Any, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load weights like a checkpoint's."""
+    def load_arrays(self: Any, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str]) -> None:
+        """Load weights like a checkpoint's, in the dtype of the engine."""
         model = self.get_model()
+        dtype = self.model_config.dtype
+        SKIP_LOAD_TENSORS.add("cos_sin_cache")  # it is computed: vLLM would warn that it is missing
+        every = {**arrays, **{name: arrays[other] for name, other in tied.items()}}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            model.load_weights((name, as_tensor(array)) for name, array in arrays.items())
+            model.load_weights((name, as_tensor(a).to(dtype)) for name, a in every.items())
             finalize_layerwise_reload(model, self.model_config)
 
 

@@ -61,7 +61,7 @@ class Scripted(Engine):
         self.version = weights.version
         return None
 
-    def sleep(self) -> None:
+    def sleep(self, keep: bool = True) -> None:
         self.asleep = True
 
     def wake(self) -> None:

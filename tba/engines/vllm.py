@@ -1,5 +1,6 @@
 """Generation by vLLM in the searcher's process: continuous batching, with verified updates."""
 
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.config.tables import OFF, SamplingTable
 from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request
 from tba.models import model_path
+from tba.models.cache import check_compiler
 from tba.models.lora import empty_adapted, save_adapter
 from tba.models.pretrained import load_empty_model
 from tba.types import Completion, Sampling, Turn
@@ -36,6 +39,8 @@ SUPPORTED = ("0.32", "0.33")
 """Minor versions of vLLM that are accepted. With 0.26, updates left tied heads of models wrong."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can make room."""
+ON_GPU = {"max_num_seqs": 512}
+"""Options on a GPU."""
 
 
 @dataclass
@@ -61,7 +66,7 @@ class VLLM(Engine):
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 where the trainer computes in bf16, else fp32."""
     max_num_seqs: int = 256
-    """Maximum number of responses to generate at once."""
+    """Maximum number of responses to generate at once; default on a GPU: 512."""
     max_model_len: int | None = None
     """Maximum tokens of a prompt and its response; default: the context of the model."""
     kv_cache_gib: float | None = None
@@ -76,16 +81,37 @@ class VLLM(Engine):
     compiler and time at the start, and makes generation about a sixth faster."""
     in_flight: bool = False
     """Load newer weights in the middle of responses, which then come from more than one version
-    (`samples_switched`)."""
+    (`samples_switched`). Default with `runtime.use=ray`: true, unless `runtime.lag` is set or the
+    objective estimates values from search."""
     deadline: float = 1800.0
     """Seconds for any single call, queueing included."""
 
     @classmethod
     def defaults(cls, config: Config) -> Mapping[str, Any]:
-        """Return many searches of one prompt: each group arrives as soon as it is complete."""
+        """Return many searches of one prompt: each group arrives as soon as it is complete.
+
+        On a GPU, they fill the batch one and a half times. Models are loaded from cold disks there,
+        compiled and captured as graphs before a searcher has started.
+        """
+        on_gpu = torch.cuda.device_count() > 0
+        start = {"start_deadline": 1800.0} if on_gpu else {}
         if config.runtime.use == "local":
-            return {}
-        return {"prompts_per_task": 1, "concurrent_searches": 16}
+            return start
+        at_once = 16
+        if on_gpu:
+            slots = config.engine.options.get("max_num_seqs", ON_GPU["max_num_seqs"])
+            at_once = max(at_once, math.ceil(1.5 * slots / config.sampling.samples))
+        return {"prompts_per_task": 1, "concurrent_searches": at_once} | start
+
+    @classmethod
+    def chosen(cls, config: Config) -> Mapping[str, Any]:
+        """Return options that suit a GPU, and updates in the middle of responses."""
+        objective = resolve(
+            "objectives", "objective", config.objective.use, config.objective.options
+        )
+        one_version = config.runtime.lag is not None or objective.at(0).value_rollouts is not None
+        in_flight = config.runtime.use == "ray" and not one_version
+        return {"in_flight": in_flight} | (ON_GPU if torch.cuda.device_count() else {})
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -111,6 +137,9 @@ class VLLM(Engine):
         """Raise ValueError if vLLM is missing, or GPUs of its own for each engine."""
         gpus = torch.cuda.device_count()
         _check_installed(gpus)
+        if gpus:
+            user = "engine=vllm, which compiles kernels with Triton on a GPU,"
+            check_compiler(user, "C", "CC", ["gcc", "clang"], "set engine=transformers")
         size = config.engine.options.get("tensor_parallel_size", 1)
         if gpus and size > 1 and config.runtime.use == "local":
             raise ValueError(
@@ -122,6 +151,7 @@ class VLLM(Engine):
         lora = self.policy.lora
         self._model = load_empty_model(self.policy) if lora is None else empty_adapted(self.policy)
         self._engine: Any = None
+        self._emptied = False  # asleep, and without weights
         at_once = self.in_flight or lora is not None
         self._batch = Batch(self._start, self.max_num_seqs, at_once, self.deadline)
 
@@ -151,17 +181,21 @@ class VLLM(Engine):
         probe = weights.probe
         checks = [] if probe is None else self._scores(probe)
         update = partial(self._update, weights)
-        waited, outputs = self._batch.update(update, weights.version, checks)
+        stale = not self._emptied
+        waited, outputs = self._batch.update(update, weights.version, checks, stale)
         self.drained += waited
         if probe is None:
             return None
         return float(np.abs([output.score for output in outputs] - probe.logp).mean())
 
-    def sleep(self) -> None:
-        self._batch.update(self._engine.sleep, self.version)
+    def sleep(self, keep: bool = True) -> None:
+        keep = keep or self.policy.lora is not None  # whose model is never sent
+        self._batch.update(partial(self._engine.sleep, keep), self.version)
+        self._emptied = not keep
 
     def wake(self) -> None:
-        self._batch.update(self._engine.wake, self.version)
+        if not self._emptied:  # else when weights have come
+            self._batch.update(self._engine.wake, self.version)
 
     def close(self) -> None:
         self._batch.close()
@@ -204,7 +238,8 @@ class VLLM(Engine):
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
             # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
             "enable_chunked_prefill": False if on_cpu else None,
-            "max_num_batched_tokens": max(2048, length) if on_cpu else None,
+            # vLLM's own default is that of a card only in its server
+            "max_num_batched_tokens": max(2048 if on_cpu else 8192, length),
             "block_size": 32 if on_cpu else None,
             "enable_lora": lora is not None,
             "max_lora_rank": ranks[0] if ranks else 1,
@@ -226,7 +261,10 @@ class VLLM(Engine):
     def _update(self, weights: Weights) -> None:
         """Load the weights, in the thread of the engine."""
         if self.policy.lora is None:
-            self._engine.load(with_tied_head(weights.arrays, self._model), weights.version)
+            load = self._engine.wake_with if self._emptied else self._engine.load
+            # vLLM loads a head apart from the embedding, and would leave it as it was
+            load(weights.arrays, self._model.all_tied_weights_keys, weights.version)
+            self._emptied = False
         else:
             with TemporaryDirectory(prefix="tba_vllm_") as folder:
                 tensors = {name: as_tensor(array) for name, array in weights.arrays.items()}
@@ -262,17 +300,6 @@ def check_sampling(sampling: SamplingTable) -> None:
             "sampling.explore does not work with engine=vllm, whose log-probs are those at the"
             " temperature of the search; remove sampling.explore, or set engine=transformers"
         )
-
-
-def with_tied_head(arrays: Mapping[str, np.ndarray], model: Any) -> dict[str, np.ndarray]:
-    """Return the arrays with an LM head, also if it is tied to the embedding and came as one.
-
-    vLLM loads the two apart, and would leave the head as it was.
-    """
-    complete = dict(arrays)
-    for name, tied in model.all_tied_weights_keys.items():
-        complete[name] = arrays[tied]
-    return complete
 
 
 def _completion(output: Output, version: int) -> Completion:

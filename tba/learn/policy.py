@@ -317,7 +317,7 @@ class TokenLogp(torch.autograd.Function):
         d_hidden = torch.empty_like(states)
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(matrix, dtype=ctx.dtypes[1])
+            d_weight = torch.zeros_like(matrix, dtype=torch.float32)  # bf16 would lose small parts
         weighted = (states * -slope[:, None]).to(states.dtype)
         size = ctx.size
         block = size * max(1, SLOPES_AT_ONCE // (len(matrix) * size))
@@ -336,5 +336,7 @@ class TokenLogp(torch.autograd.Function):
                 rows = d_weight.split(ROWS_AT_ONCE), slopes.split(ROWS_AT_ONCE, 1)
                 for row, column in zip(*rows, strict=True):
                     row += column.T @ weighted[here]
+        if d_weight is not None:
+            d_weight = d_weight.to(ctx.dtypes[1])
         d_hidden = d_hidden * (-slope / ctx.temperature)[:, None]
         return d_hidden.to(ctx.dtypes[0]), d_weight, None, None, None

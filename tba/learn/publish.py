@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import torch
 
 from tba.learn.policy import Policy
-from tba.models.lora import round_linear
+from tba.models.lora import rounded
 from tba.types import Batch, NotFinite, TokenBatch, collate_tokens
 from tba.weights import Probe, Sent, Transport, published, trained
 
@@ -66,11 +67,11 @@ class Copy:
     """
 
     def __init__(self, policy: Policy, bf16: bool):
-        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
-        self._policy = deepcopy(policy, dict(frozen))
-        self._bf16 = bf16
+        own: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
         if bf16 and policy.autocast:
-            round_linear(self._policy.model)
+            own |= rounded(policy.model)
+        self._policy = deepcopy(policy, own)
+        self._bf16 = bf16
         on_gpu = policy.device.type == "cuda"
         self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
 

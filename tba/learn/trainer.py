@@ -162,6 +162,7 @@ class SingleTrainer:
             metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # an engine on the same device has their memory
         self.schedule.step()
         sequences = publish.sequences_of(batch)
         self.probe = publish.probe_tokens(sequences, self.setup.context, self.setup.probe_prompt)

@@ -2,14 +2,13 @@
 
 import os
 import shutil
-import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -213,12 +212,15 @@ def _with_caches(
     return tuple(map(changed, inputs)), {name: changed(x) for name, x in options.items()}
 
 
-def check_compiler() -> None:
-    """Raise ValueError if `trainer.compile` cannot work here."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+def check_compiler(
+    user: str, kind: Literal["C", "C++"], variable: str, names: Sequence[str], instead: str
+) -> None:
+    """Raise ValueError if `user` lacks a compiler, which `variable` may name, or a header."""
+    named = os.environ.get(variable)
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if shutil.which(compiler) is None or not header.is_file():
+    if not any(map(shutil.which, [named] if named else names)) or not header.is_file():
+        package = {"C": "gcc", "C++": "g++"}[kind]
         raise ValueError(
-            f"trainer.compile = true needs a C++ compiler ({compiler}) and Python's headers"
-            f" ({header}): apt install g++ python3-dev, or set trainer.compile=false"
+            f"{user} needs a {kind} compiler ({named or ' or '.join(names)}) and Python's headers"
+            f" ({header}): apt install {package} python3-dev, or {instead}"
         )

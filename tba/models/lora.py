@@ -279,12 +279,26 @@ def round_linear(model: Any) -> None:
     Results are the same bit for bit. A head that is tied to the embeddings stays as it is, and so
     do layers with a way of their own: Falcon's add the bias without autocast.
     """
+
+    for module in _roundable(model):
+        module.to(torch.bfloat16)
+
+
+def rounded(model: Any) -> dict[int, nn.Parameter]:
+    """Return what `round_linear` would store of the trained weights, by the id of each."""
+    weights = [p for module in _roundable(model) for p in module.parameters() if p.requires_grad]
+    return {id(p): nn.Parameter(p.detach().to(torch.bfloat16, copy=True)) for p in weights}
+
+
+def _roundable(model: Any) -> list[nn.Module]:
     from transformers.pytorch_utils import Conv1D
 
     embeddings = model.get_input_embeddings().weight
-    for module in _linear(model).values():
-        if module.weight is not embeddings and type(module) in (nn.Linear, Conv1D):
-            module.to(torch.bfloat16)
+    return [
+        module
+        for module in _linear(model).values()
+        if module.weight is not embeddings and type(module) in (nn.Linear, Conv1D)
+    ]
 
 
 def _round_frozen(model: Any) -> None:

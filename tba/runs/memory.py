@@ -34,6 +34,16 @@ LOGIT = 10
 """Bytes for each logit of a chunk of the LM head: in bf16, and twice in fp32."""
 HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
 """Most bytes of the LM head, by device."""
+VLLM = {"activations and graphs": 2e9, "graphs": 1e9}
+"""Bytes of a GPU that vLLM needs beside weights and cache, awake and asleep."""
+BETWEEN_STEPS = ("CUDA", "weights", "moments")
+ALTERNATIVES = {
+    "policy.gradient_checkpointing=true": lambda c: c.policy.gradient_checkpointing,
+    "trainer.devices above 1": lambda c: c.runtime.use == "local",
+    "policy.lora": lambda c: c.policy.lora is not None,
+    "runtime.colocate=sleep": lambda c: c.engine.use != "vllm" or c.runtime.colocate == "sleep",
+}
+"""What lowers the memory, and whether a config has it already, or cannot have it."""
 MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
 """Options of judges and tasks that name models which each searcher loads."""
 
@@ -68,7 +78,11 @@ class ModelSizes:
     """Numbers of parameters of a model, and what decides the size of its activations."""
 
     parameters: int
+    base: int
+    """Parameters without adapters."""
     trained: int
+    largest: int
+    """Numbers of the largest tensor that is trained."""
     frozen: float
     """Bytes of the weights that are not trained, as trainer and reference hold them."""
     layer: int
@@ -88,7 +102,8 @@ class ModelSizes:
 
 def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
     """Return the sizes of a model whose trainer computes in bf16, or in fp32."""
-    model = load_empty_model(policy) if policy.lora is None else empty_adapted(policy, bf16)
+    base = load_empty_model(policy)
+    model = base if policy.lora is None else empty_adapted(policy, bf16)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     every = sum(p.numel() for p in model.parameters())
     text = load_config(policy).get_text_config()
@@ -97,7 +112,9 @@ def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
     heads = text.num_attention_heads
     return ModelSizes(
         parameters=every,
+        base=sum(p.numel() for p in base.parameters()),
         trained=sum(p.numel() for p in trained(model).values()),
+        largest=max(p.numel() for p in trained(model).values()),
         frozen=frozen_bytes(policy, model),
         layer=max(layers),
         root=every - sum(layers),
@@ -193,14 +210,13 @@ class Needs:
         free = cards[:1] if c.runtime.use == "local" else cards[ranks:] or cards
         name = "trainer" if ranks == 1 else "rank of the trainer"
         context = {"CUDA": PROCESS} if self.machine.gpus else {}
-        work = {"activations": self._activations(), "LM head": self._head()}
+        training = context | self._step()
         engine = self._engine()
         if c.runtime.colocate == "sleep":  # what is held in turns: the larger part counts
-            if sum(work.values()) < sum(engine.values()):
-                work = {}
-            else:
-                engine = {}
-        training = context | self._trainer() | work
+            between = {n: size for n, size in training.items() if n in BETWEEN_STEPS}
+            asleep = {"graphs": VLLM["graphs"]} if self.machine.gpus else {}
+            in_turns = (training, asleep), (between, engine)
+            training, engine = max(in_turns, key=lambda one: sum(map(_total, one)))
         found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
         for place in range(self.searchers * each):
             beside = self._beside() if place % each == 0 else {}
@@ -227,8 +243,19 @@ class Needs:
         published = z.trained * (2 if engine_in_bf16(self.config.engine, self.bf16) else 4)
         return TrainerSizes(z.parameters, z.trained, published)
 
+    def _step(self) -> dict[str, float]:
+        """Return what a rank holds at the height of a step: in a pass, or while weights change."""
+        z = self.sizes
+        passing = {"activations": self._activations(), "LM head": self._head()}
+        if self.config.policy.lora is None:  # beside the sum of the passes before
+            passing["gradient of the LM head"] = 4 * z.vocabulary * z.hidden
+        changing = {"a weight as it changes": 18 * z.largest / self.config.trainer.devices}
+        if self.width == 4 or _total(changing) < _total(passing):
+            changing = passing
+        return self._trainer() | changing
+
     def _trainer(self) -> dict[str, float]:
-        """Return what a rank holds during a step, beside its activations and the LM head."""
+        """Return what a rank holds in all of a step."""
         c = self.config
         t = c.trainer
         z = self.sizes
@@ -258,12 +285,14 @@ class Needs:
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
         is_long = self.prompt + length > EAGER_TOKENS
         is_fastest = c.policy.attention == "auto" and (self.machine.gpus or is_long)
+        mask = 0.0
         if z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
+            mask = 2 * scores if self.machine.gpus else 0.0  # each layer keeps it in bf16
             scores = 0
         shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
         if not c.policy.gradient_checkpointing:
-            return kept(z.layers, *shape)
-        return 4 * z.hidden * z.layers * tokens + kept(1, *shape)
+            return kept(z.layers, *shape) + z.layers * mask
+        return 4 * z.hidden * z.layers * tokens + kept(1, *shape) + mask
 
     def _head(self) -> float:
         most = HEAD["cuda" if self.machine.gpus else "cpu"]
@@ -278,12 +307,16 @@ class Needs:
         if c.engine.use == "scripted":
             return {}
         if c.engine.use == "vllm":
-            own = number * z.parameters / options["tensor_parallel_size"]
+            own = number * z.base / options["tensor_parallel_size"]
             gib = options.get("kv_cache_gib")
             cache = (1.0 if gib is None else gib) * 2**30
-            if self.machine.gpus and gib is None:
-                cache = max(cache, options["gpu_memory_utilization"] * self.machine.card - own)
-            return {"engine": own, "KV cache": cache}
+            if not self.machine.gpus:
+                return {"engine": own, "KV cache": cache}
+            name = "activations and graphs"
+            if gib is None:
+                taken = options["gpu_memory_utilization"] * self.machine.card
+                cache = max(cache, taken - own - VLLM[name])
+            return {"engine": own, f"its {name}": VLLM[name], "KV cache": cache}
         searched = c.runtime.prompts_per_task * c.sampling.samples
         responses = min(options.get("batch_size", searched), searched)
         tokens = responses * (self.prompt + c.sampling.max_tokens)
@@ -298,7 +331,8 @@ class Needs:
         z = self.sizes
         parts: dict[str, float] = {}
         if not c.engine.options.get("own_reference", False):
-            if c.policy.lora is None or c.engine.use == "vllm":
+            # else engine or trainer lend their model
+            if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
             tokens = c.trainer.token_budget
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
@@ -318,6 +352,9 @@ class Needs:
             "weights on their way": self.trainer_sizes.published_bytes * versions,
             "reference on its way": 4 * own if c.policy.reset_reference_every else 0,
         }
+        if c.runtime.colocate == "sleep":
+            number = 2 if engine_in_bf16(c.engine, self.bf16) else 4
+            work["weights of the sleeping engine"] = number * self.sizes.base
         loading = max(self.searchers, 1 if c.policy.lora is None else c.trainer.devices)
         first = {"models, while they load": 4.0 * self.sizes.parameters * loading}
         if self.machine.gpus and sum(first.values()) > sum(work.values()):
@@ -370,11 +407,15 @@ class Needs:
         where = "the host" if worst is None else f"GPU {worst}"
         more = f" (and {len(excess) - 1} more do not fit)" if len(excess) > 1 else ""
         what = f"{where} needs {size(excess[worst])} of {size(self.machine.room(worst))}{more}"
+        others = [name for name, has in ALTERNATIVES.items() if not has(self.config)]
         return (
-            f"{what}: set policy.gradient_checkpointing=true, trainer.devices above 1,"
-            " policy.lora, or a lower trainer.token_budget or engine.gpu_memory_utilization;"
-            " docs/memory.md says what each of them lowers"
+            f"{what}: set {''.join(f'{name}, ' for name in others)}or a lower trainer.token_budget"
+            " or engine.gpu_memory_utilization; docs/memory.md says what each of them lowers"
         )
+
+
+def _total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
 
 
 def _models_of(table: Any) -> set[str]:

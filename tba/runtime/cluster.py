@@ -305,8 +305,8 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     machines = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     kind = "GPU" if any(has.get("GPU", 0) for has in machines.values()) else "CPU"
     free = {machine: int(has.get(kind, 0)) for machine, has in machines.items()}
-    here_too = kind == "GPU" and placement.gpu_count() > 0 and free[here] > 0
-    trainer = ranks if ranks > 1 else int(here_too)
+    placement.check_here(kind, sum(free.values()), ranks)
+    trainer = ranks if ranks > 1 else int(kind == "GPU" and free[here] > 0)
     reserved, share = placement.share(kind, sum(free.values()), trainer, settings.most_searchers)
     least, needs = placement.needs(settings, kind, share, each)
     check_room = partial(placement.check_room, searchers=least, each=needs[kind], kind=kind)

@@ -1,4 +1,7 @@
-"""Search in the trainer's own process, inside `gather`: bit-reproducible, except with agents."""
+"""Search in the trainer's own process, inside `gather`.
+
+It is bit-reproducible on a CPU, except with agents.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -67,16 +70,21 @@ class LocalSearchers:
         self._found = []
         if self._job.settings.colocate == "sleep" and not self._asleep:
             self._asleep = True  # first: if it fails, nothing is generated before it is awake
-            self._searcher.engine.sleep()
+            self._searcher.engine.sleep(keep=self._weights is None)  # else they are loaded again
         return groups
 
     @contextmanager
-    def _work(self) -> Iterator[Searcher]:
-        """Surround work of the searcher, whose engine is awake then. Outside of it, it waits."""
+    def _work(self, loads: bool = False) -> Iterator[Searcher]:
+        """Surround work of the searcher, whose engine is awake then. Outside of it, it waits.
+
+        The engine has its weights again, unless the work `loads` others.
+        """
         self._count("waiting")
         if self._asleep:
             self._searcher.engine.wake()
             self._asleep = False
+            if self._weights is not None and not loads:
+                self._searcher.load_weights(self._weights)
         yield self._searcher
         self._count("busy")
 
@@ -96,7 +104,7 @@ class LocalSearchers:
     def _load(self, weights: Weights) -> None:
         started = time.perf_counter()
         self._weights = weights
-        with self._work() as searcher:
+        with self._work(loads=True) as searcher:
             self.stats.measured(searcher.load_weights(weights))
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 

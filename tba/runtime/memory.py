@@ -4,14 +4,14 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from tba.weights import Probe, Sent, Weights, as_view
+from tba.weights import Probe, Sent, Weights, as_view, resend
 
 ALIGNED = 64
 """Bytes: torch aligns its tensors so."""
@@ -83,6 +83,23 @@ def _opened(process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | 
     return Mapped(opened, memory, arrays, probe)
 
 
+class MappedArrays(dict[str, np.ndarray]):
+    """Arrays in a mapped file, by name.
+
+    Pickles have no numbers: another process of this machine maps the file again.
+    """
+
+    def __init__(self, mapped: Mapped):
+        memory = mapped.memory
+        super().__init__(
+            {a.name: np.ndarray(a.shape, a.dtype, memory, a.first) for a in mapped.arrays}
+        )
+        self._mapped = mapped
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedArrays, (self._mapped,)
+
+
 class SharedMemory:
     """Transport on Linux, between processes of one user on one machine.
 
@@ -120,10 +137,7 @@ class SharedMemory:
 
     def receive(self, sent: Sent) -> Weights:
         mapped: Mapped = sent.parcel
-        arrays = {
-            a.name: np.ndarray(a.shape, a.dtype, mapped.memory, a.first) for a in mapped.arrays
-        }
-        return Weights(sent.version, arrays, mapped.probe)
+        return Weights(sent.version, MappedArrays(mapped), mapped.probe)
 
     def _file(self) -> _File:
         """Return a file that nobody uses; it is no other thread's, either."""
@@ -133,3 +147,12 @@ class SharedMemory:
                     self._files.remove(file)
                     return file
         return _File(os.memfd_create("weights"))
+
+
+def receive_mapped(receive: Callable[[Sent], Weights], sent: Sent) -> Weights:
+    """Receive weights so that processes to which they are sent map them, and get no copies."""
+    weights = receive(sent)
+    if isinstance(weights.arrays, MappedArrays):
+        return weights
+    transport = SharedMemory()
+    return transport.receive(resend(weights, transport))

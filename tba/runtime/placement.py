@@ -92,6 +92,21 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def take_gpu(device: str, expands: bool = True) -> None:
+    """Make a GPU the current one of this process, to which quantised models are loaded.
+
+    If the blocks of its memory may expand, batches of any lengths do not leave gaps in it.
+    """
+    torch.cuda.set_device(device)
+    if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def last_gpu() -> str:
+    """Return the last GPU: no rank of a trainer has it, because searchers need one as well."""
+    return f"cuda:{gpu_count() - 1}"
+
+
 def device_here() -> str:
     """Return the device of this process: the first GPU that it sees, as Ray hides the others."""
     return "cuda:0" if gpu_count() else "cpu"
@@ -151,6 +166,16 @@ def needs(
     if not isinstance(settings.searchers, int):
         return settings.searchers.min, {kind: whole}
     return settings.searchers, {kind: whole if share and each > 1 else share}
+
+
+def check_here(kind: str, total: int, ranks: int) -> None:
+    """Raise ValueError if this process is to train on its CPU while Ray has GPUs elsewhere."""
+    if kind == "GPU" and ranks == 1 and gpu_count() == 0:
+        raise ValueError(
+            f"Ray has {total} GPUs, and this machine, on which the trainer would run, has none that"
+            " PyTorch can use: start the run on a machine of the cluster with a GPU, or set"
+            " trainer.devices=2, so that Ray finds GPUs for the trainer as well"
+        )
 
 
 def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -37,7 +38,7 @@ from tba.learn import TrainerLost, TrainerSizes, WrongReference
 from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
-from tba.runtime.placement import Place
+from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch, NotFinite
 from tba.weights import Sent, Transport
 
@@ -76,7 +77,7 @@ class RankActor:
         check_seen(self._folders)
         cuda = self._place.device.startswith("cuda")
         if cuda:
-            torch.cuda.set_device(self._place.device)
+            take_gpu(self._place.device)
         if ray.util.get_node_ip_address() == "127.0.0.1" and sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         limit = timedelta(seconds=deadline)
@@ -118,8 +119,7 @@ class RankActor:
 def _gather(ran: Sequence[Ran]) -> list[Ran]:
     """Return what all ranks have run. They exchange it as JSON in tensors, which runs no code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    plain = [({n: t.tolist() for n, t in r.metrics.items()}, r.tokens, r.padding) for r in ran]
-    text = json.dumps(plain).encode()
+    text = json.dumps(_plain(ran)).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
     if longest >= LARGEST:
@@ -133,6 +133,16 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
             tensors = {name: torch.tensor(values) for name, values in metrics.items()}
             gathered.append(Ran(tensors, tokens, padding))
     return gathered
+
+
+def _plain(ran: Sequence[Ran]) -> list[tuple[dict[str, list[float]], int, int]]:
+    """Return the same as numbers, which leave a GPU together: each transfer waits for it."""
+    tensors = [metric.double() for each in ran for metric in each.metrics.values()]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
+    return [
+        ({n: [*islice(numbers, len(t))] for n, t in r.metrics.items()}, r.tokens, r.padding)
+        for r in ran
+    ]
 
 
 class ShardedTrainer:

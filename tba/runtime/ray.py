@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
@@ -44,6 +45,7 @@ from tba.runtime import RejectionMonitor, SearchJob
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
 from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.runtime.memory import receive_mapped
 from tba.runtime.pool import (
     CONTROL,
     POLL,
@@ -111,7 +113,9 @@ class RaySearchers:
         options = {**slot.options, "max_restarts": 0}
         options["concurrency_groups"] = {SEARCH: self._settings.concurrent_searches, CONTROL: 2}
         start: Any = ray.remote(**options)(SearcherActor)
-        receive = self._transport.receive
+        receive: Callable[[Sent], Weights] = self._transport.receive
+        if self._job.setup.config.engine.options.get("tensor_parallel_size", 1) > 1:
+            receive = partial(receive_mapped, receive)
         actor = start.remote(
             self._job.setup, slot.place, self._bf16, self._folders, receive, newest
         )

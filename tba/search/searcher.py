@@ -70,11 +70,12 @@ class SearchSetup:
     needs_behavior: bool = False
     """Whether the objective needs the exact log-probs of the policy that sampled."""
 
-    def build(self, device: str, bf16: bool) -> "Searcher":
+    def build(self, device: str, bf16: bool, lent: Any = None) -> "Searcher":
         """Load the engine, the reference model, and the models that score.
 
         `bf16` is the trainer's choice: reference and policy must compute alike, or their
-        difference is noise.
+        difference is noise. A trainer in this process may have `lent` its model, which is the
+        reference of a LoRA run without its adapter.
         """
         scoring = self.scoring(device)  # first: on a CPU, its process starts while the models load
         c = self.config
@@ -85,7 +86,7 @@ class SearchSetup:
         if device != "cpu":  # vLLM counts as its own what judges take of the GPU while it starts
             scoring.wait_until_ready()
         engine: Engine = plugin.build(c.policy, text, device, bf16, self.sampling)
-        reference = self._reference(engine, device, bf16)
+        reference = self._reference(engine, device, bf16, lent)
         limit = logp_gap_limit(c.engine, bf16)
         scoring.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
         agents = {}
@@ -130,14 +131,16 @@ class SearchSetup:
             steps=self.config.run.steps,
         )
 
-    def _reference(self, engine: Engine, device: str, bf16: bool) -> Reference:
-        """Return the reference. With LoRA, it has the engine's model, if the engine lends it."""
+    def _reference(self, engine: Engine, device: str, bf16: bool, lent: Any) -> Reference:
+        """Return the reference. With LoRA, it has the model that engine or trainer lend."""
         if engine.own_reference:
             return EngineReference()
-        if self.config.policy.lora is not None and engine.model is not None:
-            policy = self._policy(engine.model, bf16)
-            return AdapterReference(policy, self.config.trainer.token_budget, engine.lend)
-        return self.reference(device, bf16)
+        model = lent if engine.model is None else engine.model
+        if self.config.policy.lora is None or model is None:
+            return self.reference(device, bf16)
+        hold = None if engine.model is None else engine.lend
+        policy = self._policy(model, bf16)
+        return AdapterReference(policy, self.config.trainer.token_budget, hold)
 
     def _policy(self, model: Any, bf16: bool) -> Policy:
         """Return a model as a policy that computes as the trainer's does."""

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from tba.config.plugins import resolve, with_defaults
@@ -203,6 +204,42 @@ def test_a_search_task_of_vllm_has_one_prompt(settings, prompts, at_once):
     """So that a group arrives as soon as it is complete. Local searches run one after the other."""
     runtime = with_defaults(load(None, settings)).runtime
     assert (runtime.prompts_per_task, runtime.concurrent_searches) == (prompts, at_once)
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_once", "slots"),
+    [
+        ([], 39, 512),
+        (["engine.max_num_seqs=64"], 16, 64),
+        (["sampling.samples=50"], 16, 512),
+        (["runtime.use=local"], 2, 512),
+    ],
+)
+def test_vllm_has_other_defaults_on_a_gpu(settings, at_once, slots, monkeypatch):
+    """Searches fill its batch of responses one and a half times; a cold start takes minutes."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = with_defaults(load(None, ["engine.use=vllm", *settings]))
+    options = config.engine.options
+    found = config.runtime.concurrent_searches, options["max_num_seqs"]
+    assert (*found, config.runtime.start_deadline) == (at_once, slots, 1800)
+    given = load(None, ["engine.use=vllm", "runtime.start_deadline=60"])
+    assert with_defaults(given).runtime.start_deadline == 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_flight"),
+    [
+        ([], True),
+        (["runtime.lag=1"], False),
+        (["runtime.use=local"], False),
+        (["objective=vineppo"], False),
+        (["engine.in_flight=false"], False),
+    ],
+)
+def test_vllm_loads_weights_in_the_middle_of_responses(settings, in_flight):
+    """Unless they must come from one version."""
+    options = with_defaults(load(None, ["engine.use=vllm", *settings])).engine.options
+    assert options["in_flight"] is in_flight
 
 
 def test_a_schedule_is_a_table(tmp_path):

@@ -1,6 +1,7 @@
 """The vLLM engine: its checks everywhere; generation and updates where vLLM is installed."""
 
 import gc
+import sysconfig
 import tempfile
 import tomllib
 import warnings
@@ -88,6 +89,22 @@ def test_what_vllm_cannot_do_is_refused_before_any_process_starts(
         check_both(config)
 
 
+@pytest.mark.parametrize("missing", ["compiler", "header"])
+def test_vllm_on_a_gpu_needs_what_triton_compiles_with(missing, wide_model, tmp_path, monkeypatch):
+    """Without them, it ends with its first kernel."""
+    pretend_installed(monkeypatch)
+    check_both(config(wide_model))  # on a CPU, it needs neither
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(vllm, "_check_installed", lambda gpus: None)
+    if missing == "compiler":
+        monkeypatch.setenv("CC", "no-compiler")
+    else:
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    match = r"a C compiler \(.*\) and Python's headers \(.*Python\.h\): apt install gcc python3-dev"
+    with pytest.raises(ValueError, match=match):
+        check_both(config(wide_model))
+
+
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.34.0", "0.320.0"])
 def test_a_version_outside_of_the_range_is_refused(version, wide_model, monkeypatch):
     """Where updates are wrong, the check of log-probs would not show it in bf16."""
@@ -139,6 +156,7 @@ def test_tensor_parallelism_needs_gpus_of_its_own(wide_model, monkeypatch):
         return SimpleNamespace(version="0.32.1")
 
     pretend_installed(monkeypatch)
+    monkeypatch.setattr(vllm, "check_compiler", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(vllm, "distribution", gpu_build)
     check_both(config(wide_model))
@@ -259,7 +277,7 @@ def test_a_stale_prefix_cache_raises_the_alarm(model, monkeypatch):
 @installed
 def test_a_stale_tied_head_raises_the_alarm(wide_model, monkeypatch):
     engine = start(wide_model)
-    monkeypatch.setattr(vllm, "with_tied_head", lambda arrays, model: arrays)
+    monkeypatch.setattr(engine._model, "all_tied_weights_keys", {})
     gap = engine.load_weights(weights_of(moved_policy(wide_model, 1), 1))
     assert gap is not None and gap > 0.3
 
@@ -492,7 +510,7 @@ def test_training_starts_from_an_adapter(wide_model, tmp_path):
 def test_an_asynchronous_run_on_ray(wide_model, tmp_path):
     """Weights are published, wait for running responses, and are verified."""
     given = ("runtime.use=ray", "run.steps=20", "runtime.publish_every=2", "runtime.fresh=3")
-    more = ("strategy=recent", f"run.folder={tmp_path}/run")
+    more = ("strategy=recent", "engine.in_flight=false", f"run.folder={tmp_path}/run")
     summary = run(config(wide_model, *given, *more))
     assert summary.finished and summary.searcher_restarts == 0
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
@@ -505,7 +523,10 @@ def test_an_asynchronous_run_on_ray(wide_model, tmp_path):
 @installed
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
 def test_the_engine_sleeps_and_wakes_by_vllms_own_calls(adapted, wide_model, tmp_path, monkeypatch):
-    """On a CPU, vLLM gives nothing up, but it pauses. Weights are those of the last update."""
+    """On a CPU, vLLM gives nothing up, but it pauses. Weights are those of the last update.
+
+    Once some have been published, they are not copied to the host, but loaded again.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what vLLM imports
         from vllm import LLMEngine
@@ -526,8 +547,9 @@ def test_the_engine_sleeps_and_wakes_by_vllms_own_calls(adapted, wide_model, tmp
     lora = ("policy.lora.r=4",) if adapted else ()
     sleep = ("runtime.use=local", "runtime.colocate=sleep", "run.steps=2", *lora)
     run(config(wide_model, *sleep, f"run.folder={tmp_path / 'run'}"))
-    slept = ("sleep", (), {"level": 1}, False)
-    woke = ("wake_up", (), {}, True)
-    assert calls[:4] == [slept, woke, slept, woke]
+    first, later = (("sleep", (), {"level": level}, False) for level in (1, 1 if adapted else 2))
+    woke, weights, cache = (("wake_up", (t,), {}, True) for t in (None, ["weights"], ["kv_cache"]))
+    assert calls[:4] == [first, woke, later, woke if adapted else weights]
+    assert adapted or calls[4] == cache
     rows = read(tmp_path / "run" / METRICS)
     assert max(row["sync/logp_gap"] for row in rows if "loss" in row) < 1e-3

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import FAMILIES, make
+from build import FAMILIES, gradients_of, make
 from transformers import OPTConfig, OPTForCausalLM
 
 from tba.config.plugins import Plugin, names, resolve
@@ -130,7 +130,7 @@ def wrapped(policy: Policy, objective: Plugin, steps: int, **settings: Any) -> S
 
 @pytest.fixture(scope="module")
 def in_one_pass() -> dict[str, Any]:
-    """For each objective a trainer after one step on the whole batch, and its metrics."""
+    """For each objective the gradients and metrics of one step on the whole batch."""
     return {}
 
 
@@ -146,15 +146,17 @@ def test_any_micro_batching_gives_the_same_gradients(objective, budget, batch, i
     options = {"threshold": 100.0} if objective == "m2po" else {}
     if objective not in in_one_pass:
         whole = trainer(objective, options)
-        in_one_pass[objective] = whole, whole.step(batch, 0)
-    whole, said = in_one_pass[objective]
+        with gradients_of(whole) as one:
+            in_one_pass[objective] = one, whole.step(batch, 0)
+    one, said = in_one_pass[objective]
     parts = trainer(objective, options, token_budget=budget)
-    told = parts.step(batch, 0)
+    with gradients_of(parts) as other:
+        told = parts.step(batch, 0)
     told |= {name: said[name] for name in ("step_time", "batch/padding")}
     assert told == pytest.approx(said, rel=1e-4, abs=1e-5)
-    one, other = ({n: p.grad for n, p in t.policy.named_parameters()} for t in (whole, parts))
     torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-    assert all(gradient is not None and gradient.any() for gradient in one.values())
+    assert len(one) == len([*parts.policy.parameters()])
+    assert all(gradient.any() for gradient in one.values())
 
 
 def test_a_head_learns_at_its_own_rate_on_the_policys_schedule(batch):

@@ -1,4 +1,4 @@
-"""One rank of 64: its shapes and its share of the memory.
+"""One rank of many: its shapes, its share of the memory, and what it sends.
 
 PyTorch's fake process group has no peers, and its collectives return at once: sizes are right, and
 numbers are not.
@@ -9,10 +9,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from build import random_batch, trainer
+from build import gradients_of, random_batch, trainer
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,7 +26,7 @@ from tba.runs.memory import Needs, planned_machine
 RANKS = 64
 RANK = 3
 GROUPS = 130
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 192, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3,
     "num_attention_heads": 4, "max_position_embeddings": 32, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -42,14 +43,18 @@ def alone() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.fixture
-def model(tiny_model: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
+def saved(tiny_model: Path, folder: Path, shape: dict[str, Any]) -> Path:
+    """Save a random model of this shape, with the tokenizer of another."""
     shutil.copytree(tiny_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=1)).save_pretrained(folder)
+        LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=1)).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    return saved(tiny_model, tmp_path / "model", SHAPE)
 
 
 def test_a_step_of_one_rank_of_64(model, alone):
@@ -64,14 +69,16 @@ def test_a_step_of_one_rank_of_64(model, alone):
     assert all(len(slot.groups) == RANKS for slot in slots)
     counts = [sum(len(slot.groups[rank]) for slot in slots) for rank in range(RANKS)]
     assert set(counts) == {2, 3}
-    assert math.isfinite(t.step(batch, 1)["grad_norm"])
+    with gradients_of(t) as gradients:
+        assert math.isfinite(t.step(batch, 1)["grad_norm"])
     held = {"weights": 0, "gradients": 0, "moments": 0}
     for name, parameter in t.policy.named_parameters():
-        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        gradient = gradients[name]
+        assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
         state = t.optimizer.state[parameter]
         kinds = {
             "weights": [parameter],
-            "gradients": [parameter.grad],
+            "gradients": [gradient],
             "moments": [state["exp_avg"], state["exp_avg_sq"]],
         }
         rows, *columns = shapes[name]
@@ -86,3 +93,29 @@ def test_a_step_of_one_rank_of_64(model, alone):
     needs = Needs.of(config, planned_machine("65x80"), prompt=5)
     assert held == needs.state()
     assert sum(held.values()) == 16 * numbers / RANKS
+
+
+@pytest.mark.filterwarnings("ignore:.*[Bb]ackward hook")  # of a model that returns no tensor
+def test_messages_of_one_rank_of_eight(tiny_model, tmp_path):
+    """Of 24 layers and the rest of the model, which is one more, in a step of one micro-batch."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shape = {**SHAPE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 24}
+    folder = saved(tiny_model, tmp_path / "model", shape)
+    distributed.init_process_group("fake", rank=RANK, world_size=8, store=FakeStore())
+    t = trainer(folder, "policy.attention=sdpa")
+    shard(t.policy, t.policy.model, "cpu", False, 8)
+    t = replace(t, rank=RANK, ranks=8)
+    batch = random_batch(0, 8, samples=3, longest=6)
+    t.step(batch, 1)
+    counts = []
+    for call in (lambda: t.step(batch, 1), lambda: t.send(1)):
+        with CommDebugMode() as sent:
+            call()
+        counts.append({str(name).rpartition(".")[2]: n for name, n in sent.comm_counts.items()})
+    distributed.destroy_process_group()
+    step = {"_allgather_base_": 24 + 24 + 1, "_reduce_scatter_base_": 24 + 1, "all_reduce": 1}
+    parameters = len([*t.policy.parameters()])
+    publication = {"_allgather_base_": 24 + 1, "all_gather_into_tensor": parameters}
+    assert counts == [step, publication]

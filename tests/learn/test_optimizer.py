@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from build import resumes_exactly, trainer
+from build import gradients_of, resumes_exactly, trainer
 from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -174,8 +174,9 @@ def test_the_gradient_norm_in_bf16_is_that_of_the_gradient(budget, groups):
     """Also of many micro-batches, and clipped to the limit."""
     settings = (f"trainer.token_budget={budget}", "trainer.max_grad_norm=0.01")
     own = trainer(BUNDLED, "trainer.weights=bf16", "objective=dr_grpo", *settings)
-    assert own.step(collate(groups), 0)["grad_norm"] > 0.01
-    squares = [p.grad.double().square().sum() for p in own.policy.parameters()]
+    with gradients_of(own) as gradients:
+        assert own.step(collate(groups), 0)["grad_norm"] > 0.01
+    squares = [gradient.double().square().sum() for gradient in gradients.values()]
     assert torch.stack(squares).sum().sqrt().item() == pytest.approx(0.01, rel=1e-4)
 
 

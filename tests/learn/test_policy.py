@@ -307,3 +307,20 @@ def test_padding_is_counted_as_it_is_run(batch, way):
     assert output.tokens == sum(sizes) and len(sizes) == (1 if way == "packed" else 2)
     real = batch.prompt_mask.sum() + (batch.mask.sum(-1) - 1).sum()
     assert output.tokens - output.padding == int(real)
+
+
+def test_the_heads_gradient_loses_no_block_in_bf16(monkeypatch):
+    """512 blocks of one token each: a sum in bf16 would be 1 / 256 of its parts at best."""
+    monkeypatch.setattr(tba.learn.policy, "SLOPES_AT_ONCE", 1)
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 5, generator=rng).bfloat16()
+    hidden = torch.randn(1, 5, generator=rng).bfloat16().expand(512, 5)
+    tokens = torch.zeros(512, dtype=torch.long)
+    found = []
+    for one in (weight, weight.float()):
+        one.requires_grad_()
+        logp, _ = TokenLogp.apply(hidden.to(one.dtype), one, tokens, 1.0, 1)
+        logp.sum().backward()
+        found.append(one.grad.double())
+    assert one.grad is not None
+    assert (found[0] - found[1]).norm() < 0.005 * found[1].norm()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from build import LORA, RANK, first_policy, make, run_and_keep, small
+from build import LORA, RANK, config, first_policy, make, run_and_keep, small
 from exact import BETA, completed, enumerate_answers, toy_config
 from safetensors.torch import load_file
 from transformers import AutoConfig, FalconConfig, FalconForCausalLM
@@ -430,3 +430,20 @@ def test_what_is_adapted_and_what_is_not_is_told(tmp_path, family, adapted, left
 def replace_lora(config: Config) -> Config:
     policy = config.policy.model_copy(update={"lora": None})
     return config.model_copy(update={"policy": policy})
+
+
+def test_the_trainer_lends_its_model_to_the_reference(tiny_model, tmp_path):
+    """If the engine lends none, as vLLM; without its adapter, it is what a model of its own is."""
+    settings = ("runtime.use=local", "engine=scripted", 'engine.answers=["1", "2"]', *LORA)
+    with open_run(config(tiny_model, tmp_path / "run", "run.steps=3", *settings)) as opened:
+        opened.train()
+        searcher = opened.searchers._searcher
+        lent = searcher.reference
+        assert lent.policy.model is opened.trainer.policy.model
+        alone = searcher.setup.reference("cpu", bf16=False)
+        prompts = [np.array([3, 4], np.int32)]
+        responses = [completed([2, 3, 1], [4])]
+        (one,), (other,) = (each.logp(prompts, responses)[0] for each in (lent, alone))
+        for mine, its in zip(one, other, strict=True):
+            np.testing.assert_array_equal(mine, its)
+        assert any(p.any() for n, p in trained(lent.policy.model).items() if ".lora_B." in n)

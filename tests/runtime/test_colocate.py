@@ -54,9 +54,25 @@ def test_the_engine_sleeps_while_the_trainer_trains(tiny_model, tmp_path, calls)
     evaluation = "generate generate"  # the greedy answers, and the sampled ones
     expected = [
         evaluation, "generate sleep", step, "generate sleep", step, evaluation, "generate sleep",
-        step, "generate sleep", "wake", evaluation, "close",
+        step, "generate sleep", "wake load_weights", evaluation, "close",
     ]  # fmt: skip
     assert " ".join(calls) == " ".join(expected)
+
+
+def test_an_engine_keeps_weights_only_if_no_others_were_published(
+    tiny_model, tmp_path, monkeypatch
+):
+    """Those of the model's files, which nobody else has; others are loaded again."""
+    kept: list[bool] = []
+    asleep = Scripted.sleep
+
+    def sleep(engine: Scripted, keep: bool = True) -> None:
+        kept.append(keep)
+        asleep(engine, keep)
+
+    monkeypatch.setattr(Scripted, "sleep", sleep)
+    run(sleeping(tiny_model, tmp_path / "run", "runtime.publish_every=2"))
+    assert kept == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

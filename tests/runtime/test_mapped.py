@@ -2,14 +2,15 @@
 
 import os
 import pickle
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 from build import copies
 
-from tba.runtime.memory import SharedMemory
-from tba.weights import Probe, Sent, Weights, resend
+from tba.runtime.memory import SharedMemory, receive_mapped
+from tba.weights import Direct, Probe, Sent, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
 
@@ -69,3 +70,19 @@ def test_a_file_is_written_again_once_no_receiver_uses_it():
 def test_nothing_is_sent_without_parameters():
     sent = SharedMemory().send(1, [], None)
     assert dict(SharedMemory().receive(pickle.loads(pickle.dumps(sent))).arrays) == {}
+
+
+def test_arrays_are_mapped_by_processes_that_they_are_sent_to():
+    """As by those of an engine on several GPUs, which vLLM sends its arguments as pickles."""
+    plain = Weights(3, {"parameter": np.arange(1e6, dtype=np.float32)})
+    weights = receive_mapped(Direct().receive, Sent(3, plain))
+    assert receive_mapped(Direct().receive, Sent(3, weights)) is weights and copies() == 1
+    pickled = pickle.dumps({"arrays": weights.arrays})
+    assert len(pickled) < 1000
+    code = (
+        "import pickle, sys; given = pickle.load(sys.stdin.buffer);"
+        " print(given['arrays']['parameter'].sum())"
+    )
+    summed = subprocess.run([sys.executable, "-c", code], input=pickled, capture_output=True)
+    assert float(summed.stdout) == pytest.approx(plain.arrays["parameter"].sum()), summed.stderr
+    assert copies() == 1

@@ -5,6 +5,7 @@ import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from tba.runtime import placement
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import (
     Place,
+    check_here,
     check_room,
     divide,
     needs,
@@ -97,6 +99,28 @@ def test_the_reserved_gpu_is_named_as_torch_counts():
     assert reserved_device("2", "3, 2") == "cuda:1"
     with pytest.raises(ValueError, match="add 2 to it"):
         reserved_device("2", "0,1")
+
+
+def test_a_head_without_a_gpu_does_not_train_on_its_cpu(monkeypatch):
+    """As on Kubernetes, and on login nodes of Slurm; several ranks get GPUs from Ray."""
+    bind_ray(None)
+    import ray
+
+    from tba.runtime.cluster import _share
+
+    nodes = [
+        {"NodeID": "head", "Alive": True, "Resources": {"CPU": 8.0}},
+        {"NodeID": "worker", "Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    here = SimpleNamespace(get_node_id=lambda: "head")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    monkeypatch.setattr(placement, "gpu_count", lambda: 0)
+    settings = RuntimeTable(use="ray", address="10.0.0.1:6379", searchers=7)
+    with pytest.raises(ValueError, match=r"Ray has 8 GPUs, .* has none .* set trainer\.devices=2"):
+        _share(SimpleNamespace(), settings, 1, 1)  # type: ignore[arg-type]
+    check_here("GPU", 8, ranks=2)
+    check_here("CPU", 72, ranks=1)
 
 
 @pytest.fixture

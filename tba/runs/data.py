@@ -1,0 +1,169 @@
+"""Data of a run: its task, its prompts with their tokens, and further evaluation sets."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba.config.errors import about
+from tba.config.plugins import Plugin
+from tba.config.schema import Config
+from tba.models.pretrained import Encode, Tokenizer
+from tba.models.template import unread
+from tba.prompt import Prompt
+from tba.search.chat import check_stop, encoder, identity
+from tba.search.dialogue import check_tools
+from tba.search.searcher import EvaluationSet
+from tba.tasks import Task
+from tba.tasks._memory import Functions, build_task, named_task
+from tba.tasks._rendering import Rendering
+
+Encoded = tuple[Prompt, np.ndarray]
+"""A prompt with its tokens."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Contents of the files of a run but its weights: the task, and prompts by the tokenizer."""
+
+    text: Tokenizer
+    task: Task
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    kept_back: int
+    """Number of all held-out prompts, of which the first `eval.prompts` are used."""
+    sets: Mapping[str, EvaluationSet]
+    """Further evaluation sets, by name."""
+    extremes: tuple[np.ndarray, np.ndarray]
+    """Tokens of the shortest prompt and of the longest one."""
+
+
+def read_data(config: Config, functions: Functions | None, text: Tokenizer, plugin: Plugin) -> Data:
+    """Build the task and read its prompts, and those of further evaluation sets."""
+    task = build_task(plugin, functions)
+    task.check()
+    check_stop(config.sampling.stop, text)
+    prompts, held_out, kept_back, encoded = read_prompts(config, task, text)
+    trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
+    sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
+    lengths = sorted((ids for _, ids in encoded + of_sets), key=len)
+    return Data(text, task, prompts, held_out, kept_back, sets, (lengths[0], lengths[-1]))
+
+
+def read_prompts(
+    config: Config, task: Task, text: Tokenizer
+) -> tuple[list[Prompt], list[Prompt], int, list[Encoded]]:
+    """Return the prompts to train on, those to evaluate, and all of these with their tokens.
+
+    The third is how many are held out.
+    """
+    encode = encoder(text, task)
+    seen: set[bytes] = set()
+    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
+    held_out = kept_back[: config.eval.prompts]
+    prompts = kept("training", task, task.prompts(), encode, seen)
+    if not prompts:
+        raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
+    used = [*prompts, *held_out]
+    is_cut = task.program is not None  # the program reads the row
+    tokens = text.encode_all(used, config.sampling.max_tokens, encode, is_cut)
+    for name in unread(() if is_cut else used, str(text.tokenizer.chat_template), task.tools):
+        told = "the column %r is not in the prompt; name it in task.prompt, or rename it"
+        log.warning(told, name)
+    together = list(zip(used, tokens, strict=True))
+    encoded = together[: len(prompts)]
+    evaluated = together[len(prompts) :]
+    if not task.samples_again:
+        apart = {identity(task, prompt, ids) for prompt, ids in evaluated}
+        apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
+        encoded = _without_held_out(task, encoded, apart)
+    return [p for p, _ in encoded], held_out, len(kept_back), encoded + evaluated
+
+
+def _without_held_out(
+    task: Task, encoded: Sequence[Encoded], held_out: Set[bytes]
+) -> list[Encoded]:
+    """Return the training prompts whose identity is not held out; ValueError if there is none."""
+    left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in held_out]
+    told = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts are also held out"
+    if not left:
+        raise ValueError(f"{told}; name another file for one of the two, or set eval.prompts=0")
+    if len(left) < len(encoded):
+        log.warning("%s, and not trained on", told)
+    return left
+
+
+def kept(
+    what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
+) -> list[Prompt]:
+    """Return the prompts but those that are too long, or have been `seen`, if the task says so.
+
+    `seen` is added to. ValueError if none is left of the task, or of a part of it.
+    """
+    left: list[Prompt] = []
+    why: Counter[str] = Counter()
+    for prompt in prompts:
+        part, own = task.part(prompt)
+        if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
+            ids = encode(prompt)
+            known = part.encode() + b"/" + identity(task, prompt, ids)
+            if own.max_prompt_tokens and len(ids) > own.max_prompt_tokens:
+                why[f"longer than task.max_prompt_tokens = {own.max_prompt_tokens}"] += 1
+                continue
+            if own.drop_duplicates and known in seen:
+                why["duplicates (task.drop_duplicates)"] += 1
+                continue
+            seen.add(known)
+        left.append(prompt)
+    for reason, count in why.items():
+        log.warning("%d of %d %s prompts are left out: %s", count, len(prompts), what, reason)
+    if lost := {task.part(p)[0] for p in prompts} - {task.part(p)[0] for p in left}:
+        of_part = "".join(f" of task.parts.{name}" for name in sorted(lost) if name)
+        raise ValueError(
+            f"all {what} prompts{of_part} are {' or '.join(why)}; raise it, or drop it"
+        )
+    return left
+
+
+def evaluation_sets(
+    config: Config, functions: Functions | None, task: Task, text: Tokenizer, trained_on: Set[bytes]
+) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
+    """Return the sets by name, and all their prompts with their tokens; ValueError if one is wrong.
+
+    Prompts whose identity is trained on are left out, unless the task samples from these again.
+    `task` is the task of the run.
+    """
+    sets: dict[str, EvaluationSet] = {}
+    encoded: list[Encoded] = []
+    for name, table in config.eval.sets.items():
+        key = f"eval.sets.{name}"
+        if name in task.part_weights:
+            raise ValueError(f"[{key}]: a part of the task has this name, too; rename one of them")
+        options = table.options if table.use else config.task.options | table.options
+        use = table.use or config.task.use
+        own = named_task(key, use, options, functions)
+        with about(f"[{key}]"):  # errors speak of `task.`
+            own.check()
+            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
+        is_cut = own.program is not None
+        tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own), is_cut)
+        encoded += zip(prompts, tokens, strict=True)
+        fresh = []
+        for prompt, ids in zip(prompts, tokens, strict=True):
+            if own.samples_again or identity(own, prompt, ids) not in trained_on:
+                fresh.append(prompt)
+        if not fresh:
+            why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
+            raise ValueError(f"[{key}]: {why}; give it data of its own, or remove it")
+        if left_out := len(prompts) - len(fresh):
+            told = "%s: %d of %d prompts are trained on, and left out"
+            log.warning(told, key, left_out, len(prompts))
+        if own.tools is not None:
+            check_tools(own.tools, fresh[0], config.reward.isolate)
+        chosen = fresh[: table.prompts or config.eval.prompts]
+        sets[name] = EvaluationSet(type(config.task)(use=use, **options), tuple(chosen))
+    return sets, encoded
