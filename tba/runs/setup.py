@@ -1,5 +1,6 @@
 """The setup of a run: everything that its config names, resolved and checked before the start."""
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
