@@ -383,8 +383,8 @@ def test_objective_states_whether_it_uses_the_log_probs_of_the_sampling_policy(
         loss, _ = call(objective, logp, one, head if objective.head else None)
         results.append((loss.detach(), gradients(loss.sum(), logp, None)[0]))
     changes = not all(torch.equal(*pair) for pair in zip(*results, strict=True))
-    plain = options.get("taper") == "none" or "importance_cap" in options
-    tapers = name in ("tb", "tb_learned_z") and not plain  # whatever the weights, same optimum
+    how = {"tb": "tapers_by", "tb_learned_z": "taper"}.get(name)
+    tapers = how is not None and getattr(objective, how) != "none"  # the optimum is the same
     assert (objective.needs_behavior or tapers) == changes
 
 

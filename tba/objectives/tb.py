@@ -81,7 +81,7 @@ class TrajectoryBalance(Objective):
     taper: Taper | None = None
     """Which responses weigh min(pi / mu, 1). residual: those that are pushed down; reward: also
     those whose reward is not above the group's mean; none: the loss of the paper. Default:
-    reward, or none if `importance_cap` or `alpha` is given."""
+    residual, or none if `importance_cap` or `alpha` is given."""
     shift: Share = 0.0
     """Subtract this times the mean reward of the group's other responses from the baseline; for
     rewards of 0 and 1 and samples of the policy itself. It may follow a schedule that ends at 0."""
@@ -120,7 +120,7 @@ class TrajectoryBalance(Objective):
     def tapers_by(self) -> Taper:
         """Return how the loss tapers, by the option or by default."""
         by_default = self.importance_cap is None and self.alpha == 1
-        return self.taper or ("reward" if by_default else "none")
+        return self.taper or ("residual" if by_default else "none")
 
     @property
     def needs_behavior(self) -> bool:

@@ -28,7 +28,7 @@ class TrajectoryBalanceLearnedZ(Objective):
     beta: PositiveFloat = 0.05
     """Temperature of the target: smaller values weigh the reward more, larger ones keep more of the
     reference's spread."""
-    taper: Taper = "reward"
+    taper: Taper = "none"
     """Which responses weigh min(pi / mu, 1), as for `tb`: residual, reward, or none."""
     head_learning_rate: PositiveFloat = 0.05
     """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
