@@ -150,7 +150,7 @@ def test_functions_are_sent_to_searcher_processes(tiny_model, tmp_path):
             "task.held_out_size=2", "task.reward_weights=[0.0, 3.0]", "strategy=uniform",
         ),
         data=ROWS,
-        reward=[length, at_most(10)],
+        reward=[length, at_most(100)],
     )  # fmt: skip
     assert result.summary.finished and not result.summary.rejected
     assert result.metrics()["reward"].tolist() == [3.0, 3.0]

@@ -133,6 +133,7 @@ def test_a_clock_that_jumps_changes_nothing(case, tiny_model, tmp_path, monkeypa
 
 
 WALL_CLOCK = {
+    "tba/runs/state.py": "how long ago a run was written to",
     "tba/runs/log.py": "the name of a new folder, and since when a folder is held",
     "tba/runs/summary.py": "when a session began, to be read by a person",
     "tba/search/wire.py": "when a reply was made, as OpenAI's API says it",

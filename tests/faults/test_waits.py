@@ -65,7 +65,7 @@ def in_a_save(seconds: float, model: Path, folder: Path) -> None:
     try:
         began()
         save(checkpoints, trainer, 1)
-        with pytest.raises(TimeoutError, match=r"checkpoint\.deadline"):
+        with pytest.raises(TimeoutError, match=r"trainer\.deadline"):
             while True:  # a train loop, in which no other save is due
                 checkpoints.metrics()
                 time.sleep(0.01)
