@@ -2,14 +2,16 @@
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tba.config.schema import Config
-from tba.runs.dry_run import DUMMY, dry_run
+from tba.config.plugins import with_defaults
+from tba.config.schema import Config, load
+from tba.runs.dry_run import DUMMY, as_toml, dry_run
 from tba.runs.log import CHECKPOINTS
 from tba.runs.memory import planned_machine
 from tba.tasks import Task
@@ -243,3 +245,17 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(config, tmp_path):
         dry_run(config("length"), folder)
     with pytest.raises(ValueError, match=r"sampling\.temperature = 0\.5, but the run has"):
         dry_run(config("length", sampling={**SAMPLING, "temperature": 0.5}), folder)
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_config_is_shown_as_toml_with_its_defaults_marked(path):
+    """It reads back as the same config; a key has the mark unless the file gives it."""
+    given = tomllib.loads(path.read_text())
+    tables = with_defaults(load(path)).nested()
+    text = as_toml(tables, given)
+    assert tomllib.loads(text) == tables
+    marked = re.search(r"^seed = \d+(.*)$", text.partition("[run]")[2], re.M)
+    assert marked is not None and bool(marked[1]) == ("seed" not in given.get("run", {}))
