@@ -51,7 +51,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "objectives", "tba_other.Nothing", {},
         "'tba_other.Nothing' is not one of the objectives: it has no __call__",
     ),
-    "no strategy": ("strategies", "tba_other.Mine", {}, "not one of the strategies: it has no draw"),
+    "no strategy": ("strategies", "tba_other.Mine", {}, "not one of the strategies: it has no"),
     "no selection": ("selections", "tba_other.Mine", {}, "not one of the selections: it has no"),
     "no engine": ("engines", "tba_other.Mine", {}, "not one of the engines: it has no generate"),
     "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `pa"),
