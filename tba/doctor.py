@@ -1,4 +1,4 @@
-"""The doctor: describes a machine, and compares a short run on it with what is expected.
+"""The doctor: describes a machine, and compares a short run on it with expected figures.
 
 Checks are independent: a failing one is reported, and the others still run. The text is meant for
 bug reports. It contains no environment variables, prompts or responses.

@@ -28,7 +28,7 @@ from tba.tasks._source import changed
 from tba.types import Group, NotFinite, StepError, collate
 
 SOUND = (SearchError, NoAnswerError, StepError)
-"""Errors that end a run, but after which its trainer can be saved."""
+"""Errors that end a run whose trainer can still be saved."""
 
 PATIENCE = 100
 """Maximum number of consecutive searches that give too few samples for a step."""
@@ -282,7 +282,7 @@ class Run:
             self.console.evaluation(e)
 
     def keep_config(self) -> None:
-        """Store the config of this session as the run's config, which it may have changed."""
+        """Store this session's config, which may have changes, as the run's config."""
         write_json(self.folder / log.CONFIG, self.config.nested())
 
     def begin(self, note: str, sizes: TrainerSizes) -> None:

@@ -26,7 +26,7 @@ class Probe:
 
     @property
     def rounding(self) -> float:
-        """Rounding error relative to log-probs of -1: the mean of their size, at least 1."""
+        """Rounding error in units of that at log-probs of -1: mean |log-prob|, at least 1."""
         return max(1.0, float(np.abs(self.logp).mean()))
 
 

@@ -88,7 +88,7 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
 
 
 def refuse(mistakes: Iterable[str]) -> None:
-    """Raise ValueError with a line for each mistake; do nothing if there are no mistakes."""
+    """Raise ValueError with a line for each mistake; do nothing without any."""
     if lines := "\n".join(dict.fromkeys(mistakes)):
         raise ValueError(lines)
 

@@ -132,7 +132,7 @@ class Config(Tables):
 
     @property
     def fresh(self) -> int:
-        """New groups to wait for at each step; 0 if searchers run independently, or without any."""
+        """New groups to wait for at each step; 0 if searchers run independently or do not exist."""
         if self.runtime.searchers == 0:
             return 0
         if self.runtime.fresh is not None:
@@ -158,8 +158,8 @@ class Config(Tables):
         """Number of steps over which `runtime.max_reuse` is averaged.
 
         With a long window, the trainer could use up its allowance on a few samples while an
-        evaluation holds the searchers. It covers two searches of each searcher, which may arrive
-        at once: at least 20 steps, at most 50.
+        evaluation holds the searchers. The window covers two searches of each searcher, which may
+        arrive at once: at least 20 steps, at most 50.
         """
         searches = 2 * self.runtime.most_searchers * self.runtime.prompts_per_task
         batches = searches * self.sampling.samples / self.trainer.batch_size

@@ -141,7 +141,7 @@ def _attention(model: Any) -> Any:
 
 
 def select(cache: Any, rows: Int[Tensor, " N"]) -> Any:
-    """Return a new cache with these rows of a cache, which does not change."""
+    """Return a new cache with these rows; the given cache does not change."""
     selected = fork(cache)
     selected.batch_select_indices(rows)
     return selected

@@ -49,9 +49,7 @@ def load_placed(
     Trained weights are in `dtype`. ValueError for a device that is neither cpu nor cuda.
     """
     if torch.device(device).type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"models run on cpu and cuda only, and not on {device!r}; give one of them"
-        )
+        raise ValueError(f"models run only on cpu and cuda, not on {device!r}; give one of them")
     if policy.lora is None:
         model = load_model(policy, dtype)
     else:

@@ -1,4 +1,4 @@
-"""Chats as text: rendering of messages by a chat template, and detection of what it leaves out."""
+"""Chats as text: renders messages with a chat template, and finds the parts that it leaves out."""
 
 import json
 import re
