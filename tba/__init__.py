@@ -2,8 +2,8 @@
 
 import os
 
-# Set before torch is imported: on a CPU, threads that spin while they wait slow other processes
-# down 30 to 50 times.
+# Set before torch is imported: on a CPU, OpenMP threads that spin while they wait slow other
+# processes down 30 to 50 times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Mapping
@@ -41,15 +41,14 @@ def train(
     held_out_data: "Data | None" = None,
     replay: "Replay" = "keep",
 ) -> "Result":
-    """Carry out a run, as `tba train` does, and return its result.
+    """Train as `tba train` does, and return the result of the run.
 
     `config` is a `Config`, its tables as a dict, or the path of a TOML file. `resume` is the folder
-    of a run to resume, over whose own config these tables are laid. `data` and `held_out_data` are
+    of a run to resume; the tables then override its stored config. `data` and `held_out_data` are
     rows with a `prompt` column, and `reward` is one function or several with TRL's signature; they
-    take the place of the options of the same names in `[task]`, which may then be left out of the
-    config. `replay` is what a resumed run does with its stored samples: "keep", "rescore" or
-    "drop", as `tba train --rescore` and `--drop-replay`. ValueError before any process
-    starts if something cannot work.
+    replace the options of the same names in `[task]`, which the config may then omit. `replay` says
+    what a resumed run does with its stored samples: "keep", "rescore" (`tba train --rescore`) or
+    "drop" (`--drop-replay`). ValueError before any process starts if something cannot work.
     """
     from tba.runs.checks import tell_finished
     from tba.runs.offline import Result
@@ -71,10 +70,10 @@ def open_run(
     held_out_data: "Data | None" = None,
     replay: "Replay" = "keep",
 ) -> "AbstractContextManager[Run]":
-    """Open a run, for `with tba.open_run(config) as run:`; its arguments are those of `train`.
+    """Open a run: `with tba.open_run(config) as run:`. Takes the same arguments as `train`.
 
-    The run has a `trainer`, a `buffer` and `searchers`. `run.train()` carries it out and returns
-    its summary; it raises `TrainerLost` where `train` would restart the run. Leaving the block ends
+    The run has a `trainer`, a `buffer` and `searchers`. `run.train()` trains to the end and returns
+    the summary; it raises `TrainerLost` where `train` would restart the run. Leaving the block ends
     all processes.
     """
     settings, folder, passed = _checked(config, resume, data, reward, held_out_data, replay)
@@ -88,7 +87,7 @@ def _checked(
     data: "Data | None", reward: "Reward | Sequence[Reward] | None",
     held_out_data: "Data | None", replay: "Replay",
 ) -> "tuple[Config, Path | None, Passed | None]":  # fmt: skip
-    """Return the config, the run to resume and what was passed; ValueError for a mistake."""
+    """Return the config, the run to resume and the data passed; ValueError for a mistake."""
     if replay not in ("keep", "rescore", "drop") or (replay != "keep" and resume is None):
         raise ValueError(
             f'replay = {replay!r}: give "keep", or with resume=RUN also "rescore" or "drop"'
@@ -109,7 +108,7 @@ def _checked(
 
 
 def result(folder: str | Path) -> "Result":
-    """Return the result of the run in a folder; ValueError if the folder is not one of a run."""
+    """Return the result of the run in a folder; ValueError if the folder holds no run."""
     from tba.runs.log import read_config
     from tba.runs.offline import Result
 

@@ -1,4 +1,4 @@
-"""Assembly of a run: its config is checked, its parts are built, its searchers started."""
+"""Assembly of a run: check its config, build its parts, start its searchers."""
 
 import shutil
 import sys
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def open_places(
     config: Config, tell: Callable[[str], None], closing: ExitStack
 ) -> "tuple[Place, Cluster | None]":
-    """Return the trainer's place, which this process takes, and the running Ray, if one is used."""
+    """Return the trainer's place, which this process takes, and the Ray cluster; None if local."""
     if config.runtime.use == "local":
         return places_on_one_machine(config.runtime)[0], None
     tell("starting Ray")
@@ -59,11 +59,11 @@ def open_trainer(
     setup: RunSetup, folder: Path, place: Place, cluster: "Cluster | None", is_new: bool,
     closing: ExitStack,
 ) -> Trainer:  # fmt: skip
-    """Return the trainer in this process, or its ranks in processes of their own."""
+    """Return a trainer in this process, or one whose ranks run in separate processes."""
     c = setup.config
     if place.device == "cpu":
         reuse_memory()
-    elif cluster is None or not cluster.ranks:  # vLLM's memory cannot sleep if it expands
+    elif cluster is None or not cluster.ranks:  # vLLM cannot sleep with expandable segments
         take_gpu(place.device, expands=c.runtime.colocate != "sleep")
     if c.trainer.devices == 1 or cluster is None:
         transport = None if cluster is None else cluster.transport
@@ -96,7 +96,7 @@ def open_searchers(
 
     every = job.settings.publish_every
     version = search.weights and search.weights.version
-    # a run on Ray saves none, and a publication may have failed
+    # a run on Ray saves no weights, and a publication may have failed
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
         search = replace(search, weights=trainer.send(step).parcel)
     lent = trainer.policy.model if isinstance(trainer, SingleTrainer) else None
@@ -110,18 +110,18 @@ def run(
     replay: log.Replay = "keep",
     passed: Passed | None = None,
 ) -> Summary:
-    """Carry out a whole run. ValueError before anything starts if the config cannot work.
+    """Train to the end of the run. ValueError before anything starts if the config cannot work.
 
-    If ranks of the trainer are lost, the run is opened again, and goes on from its newest
-    checkpoint. A run without a checkpoint ends, because it never begins anew by itself.
+    If ranks of the trainer are lost, the run is reopened from its newest checkpoint. Without a
+    checkpoint it ends, because a run never starts over by itself.
     """
     config = placed(config)
     folder = Path(config.run.folder) if resume is None else resume
     restarts = 0
-    losses: list[str] = []  # of ranks, since the run was last open
-    at: int | None = None  # steps that the run had done then
+    losses: list[str] = []  # why ranks were lost since the run was last open
+    at: int | None = None  # step at which it was last open
     while True:
-        opened: Run | None = None  # first: the memory of the one before is free
+        opened: Run | None = None  # first, to free the memory of the previous run
         try:
             with open_run(config, resume, passed, replay) as opened:
                 opened.restarted(losses, at or 0)
@@ -130,7 +130,7 @@ def run(
         except TrainerLost as error:
             is_stopped = opened is not None and opened.stop.requested
             at = at if opened is None else opened.step
-            if at is None:  # it has never been open
+            if at is None:  # it was never open
                 raise
             is_saved = bool(generations(folder / log.CHECKPOINTS))
             if is_stopped or not is_saved or restarts == config.runtime.max_restarts:
@@ -156,7 +156,7 @@ def open_run(
     if resume is not None:
         log.read_config(folder)
     with ExitStack() as closing:
-        closing.enter_context(locked(folder))  # first: a second process is refused at once
+        closing.enter_context(locked(folder))  # first, to refuse a second process at once
         try:
             if resume is None:
                 log.check_unused(folder)
@@ -170,14 +170,14 @@ def open_run(
         except ValueError:
             if created:
                 shutil.rmtree(folder)
-                with suppress(OSError):  # another run may have begun in one of them
+                with suppress(OSError):  # another run may have started in one of them
                     for parent in created[1:]:
                         parent.rmdir()
             raise
         stored = None
         note = ""
         if resume is None:
-            (folder / log.WARNINGS).unlink(missing_ok=True)  # of a start that was cut off
+            (folder / log.WARNINGS).unlink(missing_ok=True)  # of an interrupted start
             write_json(folder / log.CONFIG, setup.config.nested())
         else:
             recover(folder / log.CHECKPOINTS)
@@ -211,7 +211,7 @@ def _assemble(
     setup: RunSetup, folder: Path, stored: Path | None, replay: log.Replay,
     rollouts: Sequence[Group], stop: Stop, console: Console, closing: ExitStack,
 ) -> Run:  # fmt: skip
-    """Build a run, new or from a checkpoint. Everything that must be closed goes to `closing`."""
+    """Build a run, new or from a checkpoint. Register all that must be closed in `closing`."""
     c = setup.config
     place, cluster = open_places(c, console.phase, closing)
     stop.install()  # Ray has replaced the signal handlers with its own
@@ -230,11 +230,11 @@ def _assemble(
         console.note(f"resumed from {stored.name}")
         progress, search = renewed(setup, progress, search, buffer, replay, free, console.phase)
         evaluates = progress.evaluating > 0 or progress.step == c.run.steps
-        log.rewind(folder, progress.step, evaluates)  # after all that can fail
+        log.rewind(folder, progress.step, evaluates)  # after everything that can fail
     if rollouts:
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, free, bf16, console.phase), now=0)
-    torch.cuda.empty_cache()  # of models that are gone, beside a rank that needs the memory
+    torch.cuda.empty_cache()  # memory of deleted models, which a rank may need
     _describe_prompts(console, setup, rollouts)
     job = SearchJob(setup.search_setup(), stream, console.phase)
     searchers = open_searchers(
@@ -258,7 +258,7 @@ def _assemble(
 
 
 def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Group]) -> None:
-    """Show how many prompts and logged rollouts there are, and what to know about them."""
+    """Show the numbers of prompts and logged rollouts, and notes about them."""
     if rollouts:
         console.note(described(rollouts, setup.config))
     console.note(setup.counts)

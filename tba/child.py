@@ -1,11 +1,11 @@
-"""Child processes that end when this process does, also if it is killed.
+"""Child processes that end when this process does, even if it is killed.
 
-`Child("package.module:function", *arguments)` calls that function in a new process, which has a
-session of its own: Ctrl-C does not reach it, and a kill reaches its whole group. Standard input is
-the child's link to its parent. It carries the arguments, and then nothing: when its other end
-closes, the parent is gone. What the child does then is decided by the function, which calls
-`kill_with_parent` (the kernel ends the group at once) or `wait_for_parent` (in a thread, if it has
-other work). A child that needs further messages gets a descriptor of its own, see `pass_fds`.
+`Child("package.module:function", *arguments)` calls the function in a new process with its own
+session: Ctrl-C does not reach it, and a kill reaches its whole group. Standard input links the
+child to its parent. It carries only the arguments; when its other end closes, the parent has ended.
+To react, the function calls `kill_with_parent` (the kernel ends the group at once) or
+`wait_for_parent` (in a thread, if it has other work). Further messages to a child need a separate
+descriptor, see `pass_fds`.
 """
 
 import fcntl
@@ -25,12 +25,12 @@ from typing import IO, Any
 import psutil
 
 MARK = "TBA_CHILD"
-"""Environment variable of a child, which all processes that it starts inherit."""
+"""Environment variable that marks a child and all processes that it starts."""
 
 STARTED = 0
-"""Number of the first reply of a child that answers calls."""
+"""Number of the first reply from a child that answers calls."""
 
-# not multiprocessing, which would run the user's script again and forbid processes of its own
+# not multiprocessing, which would rerun the user's script and forbid the child to start processes
 CODE = """
 import json, pkgutil, sys
 with open(0, "rb", buffering=0, closefd=False) as parent:
@@ -41,7 +41,7 @@ pkgutil.resolve_name(sys.argv[1])(*arguments)
 
 
 class Child:
-    """A process that calls `function` ("package.module:name") with arguments that JSON can hold.
+    """Process that calls `function` ("package.module:name") with JSON-serialisable arguments.
 
     OSError if it cannot start: no memory, or too many processes or open files.
     """
@@ -56,7 +56,7 @@ class Child:
         inherited: Mapping[str, str] | None = None,
         python: str | None = None,
     ):
-        """`inherited` replaces this process's environment; `python`, its interpreter and path."""
+        """`inherited` replaces this process's environment, `python` its interpreter and path."""
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [python or sys.executable, "-P", "-c", CODE, function],
@@ -69,7 +69,7 @@ class Child:
         )
         assert self.process.stdin is not None
         self._link = self.process.stdin
-        with suppress(BrokenPipeError):  # it has died at once, which its status says
+        with suppress(BrokenPipeError):  # it died at once, as its status says
             path = sys.path if python is None else []
             self._link.write(json.dumps([path, arguments]).encode() + b"\n")
             self._link.flush()
@@ -80,16 +80,16 @@ class Child:
         return self.process.poll()
 
     def end(self, seconds: float) -> None:
-        """Close the link, wait these seconds for the process to end, and kill what is left."""
+        """Close the link, wait up to `seconds` for the process to end, and kill the rest."""
         self._close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process, its group, and the processes that it has started in other groups."""
+        """Kill the process, its group, and the processes that it started in other groups."""
         started = started_by(self.process.pid, self._mark)
-        if self.status is None:  # else another process may have its number
+        if self.status is None:  # else another process may have its PID
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         kill(started)
@@ -103,9 +103,9 @@ class Child:
 
 
 def started_by(pid: int, mark: str) -> list[psutil.Process]:
-    """Return the processes that this one has started, and the processes that they have started.
+    """Return all descendants of a process.
 
-    A process whose parent has ended is found by the mark in its environment.
+    A descendant whose parent has ended is found by the mark in its environment.
     """
     processes: list[psutil.Process] = []
     with suppress(psutil.Error, OSError):  # it has ended, or too many files are open
@@ -119,17 +119,17 @@ def started_by(pid: int, mark: str) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill these processes, also those that left the group by a session of their own."""
+    """Kill these processes, including any that left the group for a new session."""
     for process in processes:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             process.kill()
 
 
 def kill_with_parent() -> None:
-    """In a child: let the kernel end the whole group when the parent ends.
+    """In a child: have the kernel end the whole group when the parent ends.
 
-    When the parent's end of the link closes, the kernel sends a signal to the group, which ends it
-    even if a function holds the interpreter lock. On Linux it is SIGKILL, which nothing can ignore.
+    When the parent's end of the link closes, the kernel sends the group a signal, which ends it
+    even while a function holds the GIL. On Linux it is SIGKILL, which cannot be ignored.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # mask and ignored signals are inherited
     signal.signal(signal.SIGIO, signal.SIG_DFL)
@@ -146,7 +146,7 @@ def wait_for_parent() -> None:
 
 
 def _take_link() -> int:
-    """Return the link. Standard input is empty from now on, also for processes started later."""
+    """Return the link, and leave standard input empty, also for processes started later."""
     link = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -155,19 +155,19 @@ def _take_link() -> int:
 
 
 def clean_up_after_parent(mark: str, folder: str, parent: int) -> None:
-    """Main function of a watcher: end what a parent that was killed has left."""
+    """Main function of a watcher: clean up after a parent that was killed."""
     wait_for_parent()
     clean_up(mark, Path(folder), spared=parent)
     if not psutil.pid_exists(parent):
         time.sleep(1.0)
-        clean_up(mark, Path(folder), spared=parent)  # what it was about to start
+        clean_up(mark, Path(folder), spared=parent)  # processes that it was just starting
 
 
 def clean_up(mark: str, folder: Path, spared: int) -> None:
-    """Kill the processes with this mark and those that write to the folder, and remove it.
+    """Kill the processes that have this mark or write to the folder, and remove the folder.
 
-    A process that shows a title instead of its command line has no environment to read a mark from.
-    The process of number `spared` stays.
+    The mark cannot be read from a process that has replaced its command line with a title.
+    The process with PID `spared` is left alone.
     """
     until = time.monotonic() + 5.0
     while (left := _left(mark, folder) - {spared, os.getpid()}) and time.monotonic() < until:
@@ -179,7 +179,7 @@ def clean_up(mark: str, folder: Path, spared: int) -> None:
 
 
 def _left(mark: str, folder: Path) -> set[int]:
-    """Return the numbers of the processes with this mark, and of those that write to the folder."""
+    """Return the PIDs of the processes that have this mark or write to the folder."""
     left = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user

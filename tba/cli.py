@@ -37,22 +37,22 @@ app = Typer(
 )
 
 PASS_ON = {"ignore_unknown_options": True}
-"""Of commands with settings, which say what to type instead."""
+"""Context of commands with settings: they report unknown options themselves."""
 KEY = "[table.key=value …]"
 CONFIG = f"[CONFIG.toml] {KEY}"
 Settings = Annotated[list[str] | None, Argument(metavar=KEY, help="Settings to override.")]
 ConfigSettings = Annotated[
     list[str] | None, Argument(metavar=CONFIG, help="Config file, and settings that override it.")
 ]
-DryRun = Annotated[bool, Option("--dry-run", help="The same as `tba check`.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Same as `tba check`.")]
 Gpus = Annotated[
     str | None,
-    Option(metavar="NxGB", help="Plan for these GPUs, such as 4x80, not this machine's."),
+    Option(metavar="NxGB", help="Plan for these GPUs, such as 4x80, instead of this machine's."),
 ]
-Rescore = Annotated[bool, Option("--rescore", help="Resume; score what is stored again.")]
+Rescore = Annotated[bool, Option("--rescore", help="Resume, and rescore stored samples.")]
 Drop = Annotated[bool, Option("--drop-replay", help="Resume with an empty replay buffer.")]
 Step = Annotated[
-    str | None, Option(metavar="N|best", help="Checkpoint to use; default: the newest one.")
+    str | None, Option(metavar="N|best", help="Checkpoint to use; default: the newest.")
 ]
 
 
@@ -105,14 +105,14 @@ def train(
 def check(
     settings: ConfigSettings = None,
     machine: Annotated[
-        bool, Option("--machine", help="Examine this machine, too, and make a short run.")
+        bool, Option("--machine", help="Also examine this machine, and do a short run.")
     ] = False,
     gpus: Gpus = None,
     verbose: Annotated[bool, Option("--verbose", help="Print the whole config as TOML.")] = False,
 ) -> None:
-    """Check a config: its data, reward, memory and seconds a step. Without one, this machine.
+    """Check a config: its data, reward, memory and seconds per step. Without one, this machine.
 
-    Nothing is trained. What --machine prints is for bug reports; the status is 1 if a check fails.
+    Nothing is trained. The output of --machine is for bug reports; status 1 means a failed check.
     """
     config = placed(_config(settings or [], None))
     off: list[str] = []
@@ -132,7 +132,7 @@ def _check(
     config: Config, gpus: str | None, resume: Path | None = None, replay: Replay = "keep",
     verbose: bool = False,
 ) -> None:  # fmt: skip
-    """Print what a dry run has to say, with the verdict last."""
+    """Print the output of a dry run, with the verdict last."""
     from tba.runs.dry_run import as_toml, dry_run
     from tba.runs.memory import planned_machine
 
@@ -147,15 +147,15 @@ def _check(
 def plan(
     settings: ConfigSettings = None,
     gpus: Gpus = None,
-    run: Annotated[Path | None, Option(metavar="RUN", help="Finished run to measure.")] = None,
-    decode: Annotated[float | None, Option(help="Tokens a second of a searcher.")] = None,
-    train: Annotated[float | None, Option(help="Tokens a second of the trainer.")] = None,
+    run: Annotated[Path | None, Option(metavar="RUN", help="Take rates of a finished run.")] = None,
+    decode: Annotated[float | None, Option(help="Tokens per second of a searcher.")] = None,
+    train: Annotated[float | None, Option(help="Tokens per second of the trainer.")] = None,
     prompt: Annotated[float | None, Option(help="Tokens of the longest prompt.")] = None,
     response: Annotated[float | None, Option(help="Mean tokens of a response.")] = None,
     judge: Annotated[float | None, Option(help="Seconds that a search waits for rewards.")] = None,
-    network: Annotated[float | None, Option(help="GB a second for weights.")] = None,
+    network: Annotated[float | None, Option(help="GB per second for weights.")] = None,
 ) -> None:
-    """Say how many searchers keep the trainer busy, and what else to expect of a run."""
+    """Estimate how many searchers keep the trainer busy, and what else to expect of a run."""
     config = placed(_config(settings or [], None))
     from tba.runs.memory import planned_machine, this_machine
     from tba.runs.plan import plan as expected
@@ -176,7 +176,7 @@ def sweep(
     dry_run: DryRun = False,
     retry_failed: Annotated[bool, Option("--retry-failed", help="Restart failed runs.")] = False,
 ) -> None:
-    """Run a study: grids of runs, several at once. The same command continues it."""
+    """Run a study: grids of runs, several at once. Repeat the command to continue it."""
     _refuse_dashes(settings or [])
     read_toml(study, "study")
     from tba.studies.sweep import sweep as carry_out
@@ -187,7 +187,7 @@ def sweep(
 @app.command("eval", context_settings=PASS_ON)
 def evaluate(
     model: Annotated[
-        str, Argument(metavar="RUN|MODEL", help="Folder of a run or a model; or a hub name.")
+        str, Argument(metavar="RUN|MODEL", help="Folder of a run or a model, or a hub name.")
     ],
     settings: ConfigSettings = None,
     reference: Annotated[bool, Option("--reference", help="Evaluate the initial model.")] = False,
@@ -203,13 +203,13 @@ def evaluate(
     path, settings = _divided(settings or [])
     if is_run(Path(model)):
         if path is not None:
-            raise ValueError(f"{model} is a run, which has a config of its own; leave out {path}")
+            raise ValueError(f"{model} is a run and has its own config; leave out {path}")
         check_config(stored_config(Path(model), settings))
         from tba.runs.offline import evaluate_run
 
         scores = evaluate_run(Path(model), settings, reference, step, completions)
     elif reference or step is not None:
-        raise ValueError(f"--reference and --step are for runs; {model} is not the folder of one")
+        raise ValueError(f"--reference and --step are for runs; {model} is not a run's folder")
     else:
         check_evaluated(model, config := load(path, settings))
         from tba.runs.offline import evaluate_model
@@ -233,7 +233,7 @@ def report(
 def export(
     run: Annotated[Path, Argument(help="Folder of a run.")],
     out: Annotated[Path, Argument(help="New folder.")],
-    adapter: Annotated[bool, Option("--adapter", help="LoRA: write the adapter alone.")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="LoRA: write only the adapter.")] = False,
     step: Step = None,
 ) -> None:
     """Write the trained model, with a model card, as a Hugging Face folder; LoRA is merged.
@@ -252,7 +252,7 @@ def rollouts(
     out: Annotated[Path, Argument(help="New JSONL file.")],
     step: Step = None,
     remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run code of the model for its tokenizer.")
+        bool, Option("--trust-remote-code", help="Run the model's code for its tokenizer.")
     ] = False,
 ) -> None:
     """Write the replay buffer of a run as JSONL, with texts and tokens, for replay.rollouts."""
@@ -269,13 +269,13 @@ def serve(
     port: Annotated[int, Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any.")] = 0,
     step: Step = None,
 ) -> None:
-    """Serve a model as task=agent does, to write a program against. Nothing is trained."""
+    """Serve a model as task=agent does, to develop a program with. Nothing is trained."""
     _refuse_dashes(settings or [])
     run = Path(path) if is_run(Path(path)) else None
     if run is not None:
         config = stored_config(run, settings or [])
     elif step is not None:
-        raise ValueError(f"--step is for runs; {path} is not the folder of one")
+        raise ValueError(f"--step is for runs; {path} is not a run's folder")
     else:
         config = load(None, [f"policy.model={path}", *(settings or [])])
     from tba.runs.offline import serve as start
@@ -294,7 +294,7 @@ def launch(
     """Print a batch file that trains on a cluster; `sbatch` submits it. Nothing is started."""
     _refuse_dashes(settings or [])
     if not slurm:
-        raise ValueError(f"type `tba launch {config} --slurm`: there are files for Slurm only")
+        raise ValueError(f"type `tba launch {config} --slurm`: only Slurm is supported")
     from tba.launch import batch_file
 
     print(batch_file(config, settings or [], nodes, gpus), end="")
@@ -304,11 +304,11 @@ def launch(
 def list_plugins(
     name: Annotated[
         str | None,
-        Argument(help="Show this plug-in with its options, this table's keys, or `runs`."),
+        Argument(help="Plug-in (shows its options), table (shows its keys), or `runs`."),
     ] = None,
     folder: Annotated[Path, Argument(help="Folder with runs, for `tba list runs`.")] = Path("runs"),
 ) -> None:
-    """List the plug-ins and the config's tables; with a name, its options or keys; or runs."""
+    """List plug-ins and config tables, the options or keys of one of them, or runs."""
     if name == "runs":
         from tba.runs.state import table_of
 
@@ -347,7 +347,7 @@ def _print_table(name: str, table: type[Table]) -> None:
 
 
 def _print_key(name: str, required: bool, default: Any, meaning: str) -> None:
-    """Print a key as `name = default`, and what it means below."""
+    """Print a key as `name = default`, with its meaning below."""
     value = "(required)"
     if not required:
         value = "(none)" if default is None else json.dumps(default)
@@ -356,22 +356,22 @@ def _print_key(name: str, required: bool, default: Any, meaning: str) -> None:
 
 
 class Printable(logging.Formatter):
-    """Formats warnings, which may quote what others have written."""
+    """Log formatter that escapes control characters: warnings may quote untrusted text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 def main() -> None:
-    """Run the command. Errors in the user's input and code are printed without our traceback."""
-    if sys.getfilesystemencoding() != "utf-8":  # names of files depend on the locale
+    """Run the command. Print errors in the user's input and code without our traceback."""
+    if sys.getfilesystemencoding() != "utf-8":  # file names depend on the locale
         command = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a text may be no valid text
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths and texts may be invalid Unicode
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Printable())
-    # for plug-ins and reward functions in the current folder; last, so that they hide no library
+    # for plug-ins and reward functions in the current folder; last, so that they shadow no library
     sys.path.append(str(Path.cwd()))
     try:
         check_docstrings()
@@ -392,11 +392,11 @@ def main() -> None:
             raise
         _fail(error, 2)
     finally:
-        gc.freeze()  # else Python looks at every object of every library once more, for a second
+        gc.freeze()  # skips the garbage collection at exit, which takes a second
 
 
 def _fail(error: Exception, status: int) -> NoReturn:
-    """Print an error as one sentence, and end with this status."""
+    """Print an error message, and exit with this status."""
     print(f"error: {printable(str(error))}", file=sys.stderr)
     raise SystemExit(status) from error
 
@@ -417,7 +417,7 @@ def _config(settings: list[str], resume: Path | None) -> Config:
 
 
 def _divided(settings: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the config file, which comes first if there is one, and the settings."""
+    """Split arguments into an optional config file, which comes first, and settings."""
     _refuse_dashes(settings)
     if settings and settings[0].endswith(".toml") and "=" not in settings[0]:
         return Path(settings[0]), settings[1:]
@@ -425,7 +425,7 @@ def _divided(settings: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_dashes(settings: list[str]) -> None:
-    """Raise ValueError for unknown options, which may be settings in another style."""
+    """Raise ValueError for unknown options, which may be settings written with dashes."""
     mistakes = []
     for given, following in zip(settings, [*settings[1:], ""], strict=False):
         if not given.startswith("-"):
@@ -433,7 +433,7 @@ def _refuse_dashes(settings: list[str]) -> None:
         name, equals, value = given.lstrip("-").partition("=")
         name = name.replace("-", "_")
         value = value if equals else following
-        check_secrets(name, value)  # first: no error quotes one
+        check_secrets(name, value)  # first, so that no error quotes a secret
         if "." in name:
             mistakes.append(f"{given}: settings have no dashes; type `{name}={value}`")
             continue

@@ -1,7 +1,7 @@
-"""The doctor: what a machine has, and a short run of a config on it, beside what is expected.
+"""The doctor: describes a machine, and compares a short run on it with expected figures.
 
-Each check stands alone: one that fails is told in a sentence, and hides no other. The text is meant
-for a bug report. It has no environment variables, no prompts and no responses.
+Checks are independent: a failing one is reported, and the others still run. The text is meant for
+bug reports. It contains no environment variables, prompts or responses.
 """
 
 import os
@@ -34,7 +34,7 @@ WRITTEN = 2**24  # bytes
 SLOW = 100e6  # bytes per second: another machine waits 10 s for weights of 1 GB
 DRIVER = Path("/proc/driver/nvidia/version")
 LEFT_OUT = ("replay", "strategy", "selection", "eval", "checkpoint", "log")
-"""Tables that the short run has defaults for."""
+"""Tables for which the short run uses defaults."""
 SMALL = {
     "run.steps": 2, "runtime.lag": 0, "runtime.publish_every": 1, "runtime.fresh": None,
     "runtime.searchers": 1, "engine.in_flight": None, "policy.reset_reference_every": 0,
@@ -42,14 +42,14 @@ SMALL = {
     "trainer.decay_steps": 0,
     "eval.prompts": 0, "log.console": "off", "log.tensorboard": False, "log.sample_every": 0,
 }  # fmt: skip
-"""Settings of the short run; None takes one out. Search and training take turns."""
-RESPONSES = 4  # at most, to a prompt
-TOKENS = 64  # at most, of a response
+"""Settings of the short run; None removes one. Search and training take turns."""
+RESPONSES = 4  # maximum per prompt
+TOKENS = 64  # maximum per response
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the text, and a sentence if something is off."""
+    """A line of the text; `off` describes a problem, or is empty."""
 
     name: str
     value: str
@@ -59,7 +59,7 @@ class Finding:
 def examine(
     config: Config, tell: Callable[[str], None] = print, shared: Path = SHARED
 ) -> list[str]:
-    """Carry out all checks, `tell` their lines, and return a sentence for each thing that is off.
+    """Run all checks, pass their lines to `tell`, and return a sentence for each problem.
 
     `shared` is the folder of shared memory.
     """
@@ -82,7 +82,7 @@ def examine(
             for finding in check:
                 tell(f"  {finding.name:<18} {finding.value}")
                 off |= dict.fromkeys([finding.off] if finding.off else [])
-        except Exception as error:  # whatever it is, the other checks go on
+        except Exception as error:  # whatever it is, run the other checks
             is_sentence = isinstance(error, ValueError | RuntimeError | OSError)
             kind = "" if is_sentence else f"{title} failed: {type(error).__name__} "
             text = kind + printable(str(error))
@@ -93,7 +93,7 @@ def examine(
 
 
 def _versions(config: Config) -> Iterator[Finding]:
-    """Yield the versions; ValueError for what the engine of the config cannot work with."""
+    """Yield the versions; ValueError if the engine of the config cannot work with them."""
     versions = ", ".join(f"{name} {version}" for name, version in installed().items())
     yield Finding("packages", f"{versions}, CUDA {torch.version.cuda or 'none'}")
     yield Finding("system", platform.platform())
@@ -117,7 +117,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _writing(folder: Path, advice: str, least: int = 0) -> Iterator[Finding]:
-    """Write to a folder; `advice` says what to do if that cannot be done, or it has no room."""
+    """Write to a folder; `advice` says what to do if that fails, or space is short."""
     free = 0
     try:
         free = shutil.disk_usage(folder).free
@@ -136,7 +136,7 @@ def _writing(folder: Path, advice: str, least: int = 0) -> Iterator[Finding]:
 
 
 def _network(config: Config) -> Iterator[Finding]:
-    """Ask each machine of the cluster what it has, and how fast it receives."""
+    """Yield what each machine of the cluster has, and how fast it receives data."""
     if config.runtime.address is None:
         yield Finding("machines", "1, because runtime.address is not set")
         return
@@ -152,7 +152,7 @@ def _network(config: Config) -> Iterator[Finding]:
 
 
 def small(config: Config, folder: Path) -> Config:
-    """Return the config of a short run in this folder: one prompt for each device, few tokens."""
+    """Return the config of a short run in this folder: one prompt per device, few tokens."""
     k = min(config.trainer.group_size, RESPONSES)
     tables = {name: table for name, table in config.nested().items() if name not in LEFT_OUT}
     sizes = {
@@ -169,7 +169,7 @@ def small(config: Config, folder: Path) -> Config:
 def _short_run(config: Config, folder: Path) -> Iterator[Finding]:
     """Search, take a step, publish, search with the new weights, and save, as a run does.
 
-    The checkpoints of the whole run are compared with the free space of the `folder`.
+    The size of the whole run's checkpoints is compared with the free space in `folder`.
     """
     last = time.perf_counter()
 
@@ -210,7 +210,7 @@ def _short_run(config: Config, folder: Path) -> Iterator[Finding]:
             files = files_of(run.folder / CHECKPOINTS).values()
             written = sum(file.stat().st_size for file in files)
             value = f"{size(written)} (expected: {size(checkpoint_size(c, run.trainer.sizes))})"
-            needed = written * (config.checkpoint.keep + 1)  # one is being written
+            needed = written * (config.checkpoint.keep + 1)  # plus the one being written
             free = shutil.disk_usage(folder).free
             few = f"{folder} has {size(free)} free, and checkpoints take {size(needed)}"
             yield Finding("its size", value, f"{few}: {DISK_ADVICE}" if free < needed else "")

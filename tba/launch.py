@@ -1,8 +1,8 @@
-"""Batch files for Slurm: a file that starts Ray on the machines of a job, and a run on them.
+"""Batch files for Slurm, which start Ray on the machines of a job, and a run on them.
 
-Nothing is submitted. Partition, time, memory and account are options of `sbatch`. The same file,
-submitted again, continues the run from its newest checkpoint. A run that has ended before its first
-checkpoint is moved aside, and begins anew.
+Nothing is submitted. Partition, time, memory and account are options of `sbatch`. Submitting the
+file again continues the run from its newest checkpoint. A run that ended before its first
+checkpoint is moved aside, and starts over.
 """
 
 import shlex
@@ -23,7 +23,7 @@ set -euo pipefail
 cd -- {folder}
 export PATH={programs}:"$PATH"
 
-# a job with a time limit is asked to save and stop 5 minutes before it
+# in a job with a time limit, save and stop 5 minutes before it
 left=0
 if [ -n "${{SLURM_JOB_END_TIME:-}}" ]; then
     left=$((SLURM_JOB_END_TIME - $(date +%s) - 300))
@@ -35,7 +35,7 @@ if [ -d "${{saved[0]}}" ]; then  # submitted again, or requeued
     train+=(--resume "$run" {settings})
 else
     if [ -e "$run/metrics.jsonl" ] || [ -e "$run/checkpoints" ]; then  # it ended before it saved
-        # a run that is training has the lock: it stays, and tba train says so
+        # a run that is still training holds the lock: it stays, and tba train says so
         flock --nonblock "$run/.lock" mv -T -- "$run" "$run.lost-$(date +%Y%m%d-%H%M%S)" || true
     fi
     train+=({config} {settings})
@@ -44,7 +44,7 @@ fi
 """
 ONE = """srun --nodes=1 --ntasks=1 "${train[@]}"
 """
-SEVERAL = """# Ray accepts nobody who does not have the token of this job
+SEVERAL = """# Ray accepts only processes that have the token of this job
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
@@ -58,9 +58,9 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --kill-on-ba
 
 
 def batch_file(path: Path, settings: Sequence[str], nodes: int, gpus: int | None) -> str:
-    """Return an sbatch file that trains by the config at `path`, with these settings.
+    """Return an sbatch file that trains with the config at `path` and these settings.
 
-    `gpus` is the number of GPUs of a node. With one node, the run starts a private Ray; with more,
+    `gpus` is the number of GPUs per node. With one node, the run starts a private Ray; with more,
     Ray's `symmetric-run` starts a cluster. ValueError if the config is wrong, or cannot use them.
     """
     if nodes < 1 or (gpus is not None and gpus < 0):
@@ -73,7 +73,7 @@ def batch_file(path: Path, settings: Sequence[str], nodes: int, gpus: int | None
             "run.folder is missing: name a folder that all machines see, such as"
             " run.folder=/shared/runs/first; the job is continued from it"
         )
-    run = str(Path(config.run.folder).expanduser())  # the shell expands no quoted ~
+    run = str(Path(config.run.folder).expanduser())  # the shell does not expand a quoted ~
     of_run = [each for each in settings if each.partition("=")[0].strip() != "run.folder"]
     start = START.format(
         folder=shlex.quote(str(Path.cwd())),

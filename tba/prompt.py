@@ -1,4 +1,4 @@
-"""Prompts and answers as text, as tasks see them, and rewards. This module needs no torch."""
+"""Prompts and answers as text, as tasks see them, and rewards. Does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -21,7 +21,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """Return a copy of the columns and the prompt, which code of the user may change."""
+        """Return a copy of the columns and the prompt, which user code may change."""
         return deepcopy({**self.columns, "prompt": self.text})
 
 
@@ -29,8 +29,8 @@ class Prompt:
 class Answer:
     """A completion as text, up to a stop string; `finished` is False if the token limit cut it.
 
-    A dialogue is there as messages, too, from the first turn of the policy on. It has its
-    environment if a reward asks for that, and is unfinished if it has too many tokens or turns.
+    A dialogue also has `messages`, from the policy's first turn on, and its `environment` if a
+    reward asks for it. It is unfinished if it exceeds the limit of tokens or turns.
     """
 
     text: str
@@ -38,13 +38,13 @@ class Answer:
     messages: Sequence[Message] | None = None
     environment: Any = None
     tokens: Sequence[int] = field(default=(), compare=False, repr=False)
-    """Ids of its tokens as they were sampled, EOS included."""
+    """Token ids as sampled, EOS included."""
     version: int = field(default=0, compare=False)
-    """Version of the weights that began it."""
+    """Version of the weights that sampled its first token."""
     steps: int = field(default=0, compare=False)
-    """`run.steps`, for a reward that depends on how far training is."""
+    """`run.steps`, for rewards that depend on the progress of training."""
 
 
 def passes(reward: Any, least: Any) -> Any:
-    """Return whether a reward, or each of several, is at least `least`, apart from rounding."""
+    """Return whether a reward, or each of several, is at least `least`, up to rounding."""
     return reward >= least - 1e-9 * abs(least) - 1e-12  # 0.7 + 0.2 + 0.1 is less than 1

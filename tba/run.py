@@ -1,4 +1,4 @@
-"""The train loop, synchronous or asynchronous, on one machine or a cluster; and its run."""
+"""The train loop, synchronous or asynchronous, on one machine or a cluster, and `Run`."""
 
 import errno
 from collections import Counter, deque
@@ -28,14 +28,14 @@ from tba.tasks._source import changed
 from tba.types import Group, NotFinite, StepError, collate
 
 SOUND = (SearchError, NoAnswerError, StepError)
-"""Errors that end a run whose trainer can be saved."""
+"""Errors that end a run whose trainer can still be saved."""
 
 PATIENCE = 100
-"""Searches in a row that may give too few samples for a step."""
+"""Maximum number of consecutive searches that give too few samples for a step."""
 
 
 def train(run: "Run") -> None:
-    """Train until the run ends; runs differ in their searchers and how long they wait."""
+    """Train until the run ends. Runs differ in their searchers and in how long they wait."""
     c = run.config
     run.collect("first_fill")
     for step in range(run.step, c.run.steps):
@@ -49,12 +49,12 @@ def train(run: "Run") -> None:
         run.step = done
         with run.logged(metrics, groups):
             if due(done, c.policy.reset_reference_every):
-                run.reset_reference()  # first: if publishing fails, the checkpoint has it
+                run.reset_reference()  # first: if publishing fails, it is in the checkpoint
             if due(done, c.runtime.publish_every):
                 run.publish()
             if due(done, c.eval.every) and done < c.run.steps:
                 run.evaluate()
-            run.collect()  # waits for `fresh` groups (none: asynchronous), and within `max_reuse`
+            run.collect()  # waits for `fresh` groups (0: asynchronous), and to keep `max_reuse`
         if due(done, c.checkpoint.every):
             run.save()
 
@@ -86,7 +86,7 @@ class Run:
         self.tracker = Tracker()
         if progress.counts:
             self.tracker.resume(progress.counts, search.stats)
-        # groups that are not in the buffer: for `runtime.lag`, or because a search ended the run
+        # groups kept out of the buffer for `runtime.lag`, or because a search ended the run
         self.held = deque(search.held)
         self.journal = Journal(self.folder, c, progress.step)
         self.checkpoints = checkpoint.Checkpoints(
@@ -101,19 +101,19 @@ class Run:
             learns_from_equal=self.parts.objective.at(0).learns_from_equal_rewards,
         )
         self.step = progress.step  # optimizer steps done
-        self.began = progress.step  # at which this session has begun
+        self.began = progress.step  # step at which this session began
         self.pace = Pace(c.max_reuse, progress.pace, c.reuse_window)
         self.missing = progress.missing  # groups to wait for: the first fill, or after a stop
-        self.evaluating = progress.evaluating  # evaluations requested and not logged
-        # version, and seconds of the train loop, of each evaluation that has not ended, by the step
-        # at which it was requested; several may be of one version
+        self.evaluating = progress.evaluating  # evaluations requested but not logged
+        # unfinished evaluations by the step of their request: version, and seconds of the train
+        # loop at that step; several may evaluate the same version
         self.requested: dict[int, tuple[int, float]] = {}
-        # held-out score of each version that has been evaluated
+        # held-out score of each evaluated version
         self.scores = checkpoint.read_scores(self.folder)
         names = changed(self.parts.sources, log.read_optional(self.folder / log.SOURCES))
         self.evaluates_others = bool({*names} - {TRAINED_ON}) and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
-        if self.out_of_patience:  # the run has ended by it before
+        if self.out_of_patience:  # it ended the run before
             self.patient_since = self.step
 
     @property
@@ -153,11 +153,11 @@ class Run:
         missing = at_least + behind - len(self.held)
         with search_errors("the search failed"):
             self.held.extend(self.searchers.gather(max(0, missing)))
-        ready = len(self.held) - behind  # negative when a stop has cut the search short
+        ready = len(self.held) - behind  # negative if a stop cut the search short
         return [self.held.popleft() for _ in range(ready)]
 
     def collect(self, wait: str = "waited") -> None:
-        """Store what has arrived, and wait for what the next step needs; `wait` names the time."""
+        """Store new groups, and wait for those that the next step needs; `wait` names the timer."""
         for _ in range(PATIENCE):
             with self.tracker.timed(wait):
                 groups = self.gather(self._awaited())
@@ -169,9 +169,9 @@ class Run:
         raise SearchError(f"{PATIENCE} searches in a row gave too few samples for a step: {few}")
 
     def _awaited(self) -> int:
-        """Return the groups to wait for before the next step."""
+        """Return the number of groups to wait for before the next step."""
         c = self.config
-        if self.step == c.run.steps:  # there is none; other runs search after each step
+        if self.step == c.run.steps:  # no next step, but synchronous runs search after each
             return 0 if c.asynchronous else self.missing
         samples = self.pace.missing(c.trainer.batch_size, self.buffer.counts["added"])
         return max(self.missing, -(-samples // c.sampling.samples))
@@ -194,7 +194,7 @@ class Run:
 
     @contextmanager
     def logged(self, metrics: dict[str, float], groups: list[Group]) -> Iterator[None]:
-        """Log a step at its end, also if the run ends in it, and finished evaluations."""
+        """Log a step at its end, even if the run ends during it, and finished evaluations."""
         try:
             yield
         except SOUND:
@@ -227,7 +227,7 @@ class Run:
             self._log_group(groups[0])
 
     def _log_group(self, group: Group) -> None:
-        """Write the completions of a group, each once, with how often it was drawn."""
+        """Write each distinct completion of a group, with the number of times it was drawn."""
         text = self.parts.text
         prompt = text.prompt(group.prompt_tokens)
         row = group.prompt
@@ -238,23 +238,23 @@ class Run:
                 self.step, "train", prompt, completion, t.reward, t.version,
                 id=row.id, columns=row.columns, drawn=drawn[id(t)],
             )  # fmt: skip
-        if not self.parts.held_out:  # else the console follows a held-out prompt
+        if not self.parts.held_out:  # else the console shows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
 
     def warn(self, signs: list[RunWarning], at_end: bool = False) -> None:
-        """Show warnings, and write them down for a resumed run."""
+        """Show warnings, and record them for a resumed run."""
         for key, text in signs:
             self.console.warn(text)
             self.journal.warn(self.step, key, text, at_end)
 
     def restarted(self, losses: Sequence[str], at: int) -> None:
-        """Warn that ranks of the trainer were lost at step `at`; `losses` says why, each time."""
+        """Warn that ranks of the trainer were lost at step `at`, with the reasons in `losses`."""
         back = f"the run went back from step {at} to its checkpoint of step {self.step}"
         cost = f"{back}, which cost {at - self.step} steps"
         self.warn(self.warnings.restarted([f"{why}; {cost}" for why in losses]))
 
     def evaluate(self) -> None:
-        """Request an evaluation of the published weights, if there are held-out prompts."""
+        """Request an evaluation of the published weights, unless no prompts are held out."""
         if self.parts.held_out:
             self.evaluating += 1  # first: if the request fails, a resumed run repeats it
             seconds = self.tracker.seconds
@@ -263,13 +263,13 @@ class Run:
             self.requested[self.step] = version, seconds
 
     def log_evaluations(self, finish: bool = False) -> None:
-        """Write the evaluations that have finished; with `finish`, wait for all of them."""
+        """Log finished evaluations; with `finish`, wait for all of them."""
         with search_errors("the evaluation failed"):
             ended = self.searchers.evaluations(finish=finish)
         for e in ended:
             self.evaluating -= 1
             _, seconds = self.requested.pop(e.requested)
-            if not e.scores:  # left out
+            if not e.scores:  # skipped
                 continue
             self.scores[e.version] = checkpoint.score_of(e.scores)
             scores = {f"eval/{name}": value for name, value in e.scores.items()}
@@ -282,11 +282,11 @@ class Run:
             self.console.evaluation(e)
 
     def keep_config(self) -> None:
-        """Make the config of this session that of the run, which has been changed with it."""
+        """Store this session's config, which may have changes, as the run's config."""
         write_json(self.folder / log.CONFIG, self.config.nested())
 
     def begin(self, note: str, sizes: TrainerSizes) -> None:
-        """Record this session; with a `note` on stored samples, save what has become of them."""
+        """Record this session; if a `note` says that stored samples changed, save them first."""
         if note:
             self.keep_config()
             self.save()
@@ -295,7 +295,7 @@ class Run:
         record_session(self.folder, self.step, sizes, self.config.nested(), note)
 
     def save(self) -> None:
-        """Start writing a checkpoint of the current step, unless there is one."""
+        """Start writing a checkpoint of the current step, unless one exists."""
         progress = checkpoint.Progress(
             step=self.step,
             missing=self.missing,
@@ -323,15 +323,15 @@ class Run:
             self.warn(self.warnings.start(self.began if self.evaluates_others else None))
             with self._saving_first():
                 with self.tracker.clock():
-                    if self.step < last:  # else it waits for nothing
-                        if unlogged:  # the first evaluation, or one that a stop cut off
+                    if self.step < last:  # else there is nothing to wait for
+                        if unlogged:  # the first evaluation, or one that a stop interrupted
                             self.evaluate()
                         train(self)
                 self.save()
                 complete = self.step == last
                 if complete:
                     if not due(last, self.config.runtime.publish_every):
-                        self.publish()  # else the loop has just done so
+                        self.publish()  # else the loop just did so
                     self.evaluate()
                 impatient = not complete and self.out_of_patience
                 ended = f"eval.patience = {self.config.eval.patience}" if impatient else ""
@@ -349,7 +349,7 @@ class Run:
                 resume = f"{log.continues(self.folder)} its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
-        if complete:  # a stopped run goes on, and is judged by more steps
+        if complete:  # a stopped run is judged when it has been resumed
             self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
         evaluations = log.read_evaluations(self.folder)
@@ -363,19 +363,19 @@ class Run:
 
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
-        """Save the run if searchers or a step end it, and add to the error how to continue.
+        """Save the run if searchers or a step fail, and add to the error how to continue.
 
-        After a stop, what searchers raise is no error: the same signal may have ended them.
+        After a stop, errors from searchers are not raised: the same signal may have ended them.
         """
         began = self.step
         try:
             yield
         except SOUND as error:
-            # what the step that has not ended leaves to the resumed run
+            # the evaluation of the unfinished step, which the resumed run makes up for
             if self.step > began and due(self.step, self.config.eval.every):
                 self.evaluating = self.evaluating or 1
             wrong = error.version if isinstance(error, NotFinite) else None
-            if not wrong:  # weights of version 0 are those of the initial model
+            if not wrong:  # version 0 is the initial model
                 self.save()
             self.checkpoints.wait()
             if self.stop.requested and isinstance(error, SearchError | NoAnswerError):

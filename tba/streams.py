@@ -1,10 +1,10 @@
-"""The table of random streams: every use of random numbers has a stream of its own.
+"""The table of random streams: each use of random numbers has a separate stream.
 
-A stream is a child of a seed: `SeedSequence(seed, spawn_key=(use, *numbers))`, which is what
-`SeedSequence.spawn` makes. A search gets a seed from the run, an engine gets seeds from its search:
-what an engine, a selection or a task does with its seed cannot meet another use. Two kinds of
-numbers are not in the table. Data that a task makes depend on `task.seed` alone, without a spawn
-key. Timings use constant seeds, and nothing learns from them.
+A stream is a child of a seed: `SeedSequence(seed, spawn_key=(use, *numbers))`, as
+`SeedSequence.spawn` makes it. A search gets its seed from the run, and an engine gets its seeds
+from the search, so engines, selections and tasks cannot reuse the numbers of another use. Two kinds
+of numbers are not in the table. Data that a task generates depend on `task.seed` alone, without a
+spawn key. Timings use constant seeds, and nothing is trained on them.
 """
 
 from enum import IntEnum
@@ -13,12 +13,12 @@ import numpy as np
 
 
 class Use(IntEnum):
-    """Uses of random numbers, and which seed and numbers decide them."""
+    """Uses of random numbers, with the seed and the numbers that determine each."""
 
     REPLAY = 0
     """Draws from the replay buffer: `run.seed`."""
     SELECTION = 1
-    """The choice of prompts: `run.seed`; place of the part of a mixture, else 0."""
+    """The choice of prompts: `run.seed`; index of the part of a mixture, else 0."""
     SEARCH = 2
     """A search of a run: `run.seed`; number of the search."""
     EVALUATION = 3
@@ -28,7 +28,7 @@ class Use(IntEnum):
     EXPLORATION = 5
     """The temperature of a search that explores: seed of the search."""
     ROLLOUT = 6
-    """Value rollouts: seed of the search; place of the first state of the call."""
+    """Value rollouts: seed of the search; index of the first state of the call."""
     TORCH = 7
     """PyTorch's global generator in the trainer: `run.seed`."""
     TURN = 9
@@ -43,10 +43,10 @@ def seed_sequence(seed: int, use: Use, *numbers: int) -> np.random.SeedSequence:
 
 
 def generator(seed: int, use: Use, *numbers: int) -> np.random.Generator:
-    """Return the stream of a use, from its beginning."""
+    """Return the stream of a use, from its start."""
     return np.random.default_rng(seed_sequence(seed, use, *numbers))
 
 
 def seed_of(seed: int, use: Use, *numbers: int) -> int:
-    """Return a seed of 63 bits for a use that makes its own generators."""
+    """Return a 63-bit seed for a use that creates its own generators."""
     return int(seed_sequence(seed, use, *numbers).generate_state(1, np.uint64)[0] >> 1)

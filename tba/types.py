@@ -15,7 +15,7 @@ from tba.prompt import Prompt
 GIVEN = 0
 SAMPLED = 1
 RESTART = 2
-"""Marks of a response's tokens: given; sampled by the policy; given, and first of a new context."""
+"""Marks of response tokens: given; sampled by the policy; given, and first of a new context."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,15 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides EOS: see `Completion`."""
     explore: float | None = None
-    """Temperature at which tokens are chosen, if it is not that of their log-probs."""
+    """Temperature at which tokens are chosen; None: `temperature`, as for their log-probs."""
     top_k: int = 0
     truncated: Literal["keep", "reject"] | float = "keep"
-    """What becomes of a response that the token limit cuts off: see `[sampling]`. Engines do not
-    read it."""
+    """How to treat responses cut by the token limit: see `[sampling]`. Engines ignore it."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A completion to sample: the tokens before it, how (`samples` aside), and its random seed."""
+    """A completion to sample: its context, sampling parameters (`samples` is ignored) and seed."""
 
     context: Int32[np.ndarray, " C"]
     sampling: Sampling
@@ -46,7 +45,7 @@ class Turn:
 
 
 class Response:
-    """Properties of completions and trajectories, whose fields it names."""
+    """Properties that completions and trajectories share, computed from their common fields."""
 
     tokens: Int32[np.ndarray, " T"]
     version: int
@@ -55,7 +54,7 @@ class Response:
 
     @property
     def sampled(self) -> Bool[np.ndarray, " T"] | None:
-        """The tokens that the policy sampled; None if it sampled all."""
+        """The tokens that the policy sampled; None if it sampled all of them."""
         return None if self.marks is None else self.marks == SAMPLED
 
     @property
@@ -65,7 +64,7 @@ class Response:
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """Places of the given tokens that begin a new context."""
+        """Indices of the given tokens that begin a new context."""
         return () if self.marks is None else tuple(np.flatnonzero(self.marks == RESTART).tolist())
 
     @property
@@ -78,11 +77,11 @@ class Response:
 
 
 class StepError(RuntimeError):
-    """A step of the trainer has failed before it changed a weight: the run is saved and ends."""
+    """A training step failed before it changed any weight: the run is saved and ends."""
 
 
 class NotFinite(StepError):
-    """Numbers of a step are not finite; or the policy's logits, with the weights of `version`."""
+    """Numbers of a step, or the policy's logits with weights of `version`, are not finite."""
 
     def __init__(self, problem: str = "", version: int | None = None) -> None:
         advice = "lower trainer.learning_rate" if version else "use another model, or fp32"
@@ -96,13 +95,13 @@ class Completion(Response):
     """Tokens of a response, and their log-probs at the sampling temperature.
 
     If `finished`, the last token is EOS, or the one that completes a stop string in the text of the
-    response: it is kept whole, as it was sampled. `version` is that of the weights that sampled the
+    response; it is kept whole, as sampled. `version` is the version of the weights that sampled the
     first token; version v means "after v optimizer steps". `switches` has a pair for each time that
-    newer weights took over: the place of the first token that they sampled, and their version.
+    newer weights took over: the index of the first token that they sampled, and their version.
 
-    A dialogue has given tokens beside those that were sampled: `marks` tells them apart (GIVEN,
-    SAMPLED, RESTART), and is None where all were sampled. The log-probs of given tokens are 0. A
-    RESTART begins a new context: what follows does not see the prompt, or anything before.
+    A dialogue also has given tokens, which the policy did not sample. `marks` labels the tokens
+    (GIVEN, SAMPLED, RESTART), and is None if all were sampled. The log-probs of given tokens are 0.
+    A RESTART begins a new context: later tokens do not see the prompt, or anything before it.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -113,14 +112,14 @@ class Completion(Response):
     marks: UInt8[np.ndarray, " T"] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.logp):  # the buffer would read other numbers than it wrote
+        if len(self.tokens) != len(self.logp):  # else the buffer reads other numbers than it wrote
             counts = f"{len(self.tokens)} tokens and {len(self.logp)} log-probs"
             raise ValueError(f"a completion has {counts}; an engine gives one for each token")
         if np.isnan(self.logp).any():
             raise NotFinite(version=int(self.versions[np.isnan(self.logp).argmax()]))
 
     def shortened(self, limit: int) -> "Completion":
-        """Return it as it is with this limit of tokens."""
+        """Return the completion truncated to `limit` tokens."""
         if len(self.tokens) <= limit:
             return self
         return replace(
@@ -132,7 +131,7 @@ class Completion(Response):
         )
 
     def rewarded(self, reward: float, ref_logp: Float32[np.ndarray, " T"]) -> "Trajectory":
-        """Return it with its reward, and its log-probs under the reference."""
+        """Return the trajectory with this reward and these log-probs under the reference."""
         return Trajectory(
             tokens=self.tokens,
             behavior_logp=self.logp,
@@ -149,9 +148,9 @@ class Completion(Response):
 class Trajectory(Response):
     """A completion with its reward, and its log-probs under the sampling policy and the reference.
 
-    `version`, `switches` and `marks` are as in the completion. `value` is there for objectives
-    that ask for rollouts: at each token, V of the state before its step, see
-    `objectives.ValueRollouts`. `count` is the number of equal samples that it stands for.
+    For `version`, `switches` and `marks`, see `Completion`. `value` is set for objectives that ask
+    for rollouts: at each token, V of the state before its step, see `objectives.ValueRollouts`.
+    `count` is the number of identical samples that it represents.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -175,18 +174,18 @@ Versions = TypeVar("Versions", int, np.ndarray)
 
 
 def lag(step: int, version: Versions) -> Versions:
-    """Return the steps since weights of this version, when the trainer has done `step` steps."""
+    """Return the age in steps of weights of this version when the trainer has done `step` steps."""
     return step - version
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:
-    """Return where the version changes, and to which: see `Completion`."""
+    """Return the indices where the version changes, with the new version: see `Completion`."""
     places = np.flatnonzero(np.diff(versions)) + 1
     return tuple(zip(places.tolist(), versions[places].tolist(), strict=True))
 
 
 def marks_of(response: Response) -> UInt8[np.ndarray, " T"]:
-    """Return the marks of a response, also if all of its tokens were sampled."""
+    """Return the marks of a response, even if all of its tokens were sampled."""
     if response.marks is None:
         return np.full(len(response.tokens), SAMPLED, np.uint8)
     return response.marks
@@ -195,9 +194,9 @@ def marks_of(response: Response) -> UInt8[np.ndarray, " T"]:
 def joined(
     before: Completion, given: Int32[np.ndarray, " G"], turn: Completion, restart: bool = False
 ) -> Completion:
-    """Return a completion with given tokens and the policy's next turn behind it.
+    """Return a completion followed by given tokens and the policy's next turn.
 
-    The given tokens begin a new context if `restart`.
+    With `restart`, the given tokens begin a new context.
     """
     own = before.versions
     last = own[-1] if len(own) else turn.version
@@ -221,9 +220,9 @@ NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
 
 @dataclass(frozen=True)
 class Group:
-    """Trajectories of one prompt: S that a search has found, or K that a batch has drawn.
+    """Trajectories of one prompt: S from a search, or K drawn for a batch.
 
-    The buffer keeps trajectories by prompt. A batch draws K of what it holds for a prompt, which
+    The buffer keeps trajectories by prompt. A batch draws K of those it holds for a prompt, which
     may come from several searches, and a loss sees the K together.
 
     `reference` is the version of the reference's weights; 0 is the initial model.
@@ -242,9 +241,9 @@ AnyBatch = TypeVar("AnyBatch", bound="TokenBatch")
 class TokenBatch:
     """B groups of K responses as token tensors: the input of a policy.
 
-    Prompts are padded on the left to P, responses on the right to T. `mask` has the tokens that
-    the policy sampled: sums run over these. `restarts` has the given tokens that begin a new
-    context. Masks never come from token values: the pad token may be the EOS token.
+    Prompts are padded on the left to P, responses on the right to T. `mask` selects the tokens that
+    the policy sampled; sums run over these. `restarts` selects the given tokens that begin a new
+    context. Masks are never derived from token values: the pad token may be the EOS token.
     """
 
     prompt_tokens: Int[Tensor, "B P"]
@@ -258,12 +257,12 @@ class TokenBatch:
 
     @property
     def samples(self) -> int:
-        """K, the responses in each group."""
+        """K, the number of responses in each group."""
         return self.tokens.shape[1]
 
     @cached_property
     def present(self) -> Bool[Tensor, "B K T"]:
-        """The tokens of the responses, sampled or not: all up to the last that was sampled."""
+        """The tokens of the responses, sampled or given: all up to the last sampled one."""
         return self.mask.flip(-1).cumsum(-1).flip(-1).bool()
 
     def groups(self: AnyBatch, index: Sequence[int]) -> AnyBatch:
@@ -279,7 +278,7 @@ class TokenBatch:
         return replace(self, **chosen)
 
     def slice(self: AnyBatch, k: slice) -> AnyBatch:
-        """Return the same groups with only these responses of each."""
+        """Return the same groups with only these responses in each."""
         tensors = self.tensors().items()
         return replace(self, **{n: x[:, k] for n, x in tensors if not n.startswith("prompt_")})
 
@@ -297,7 +296,7 @@ class Batch(TokenBatch):
 
     behavior_logp: Float[Tensor, "B K T"]
     ref_logp: Float[Tensor, "B K T"]
-    reward: Float[Tensor, "B K"]  # in float64: a group may differ far behind the point
+    reward: Float[Tensor, "B K"]  # float64: rewards may differ only in late decimals
     value: Float[Tensor, "B K T"]  # NaN for a trajectory without value estimates
 
 
@@ -306,7 +305,7 @@ def collate_tokens(
     responses: Sequence[Sequence[np.ndarray]],
     marks: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> TokenBatch:
-    """Pad B prompts and K responses to each. Padding tokens are 0; masks tell them apart.
+    """Pad B prompts and K responses to each. Padding tokens are 0; masks identify them.
 
     `marks` has the marks of each response's tokens; without it, all were sampled.
     """

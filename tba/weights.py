@@ -26,13 +26,13 @@ class Probe:
 
     @property
     def rounding(self) -> float:
-        """Factor by which rounding exceeds that of log-probs of -1: their mean, at least 1."""
+        """Rounding error in units of that at log-probs of -1: mean |log-prob|, at least 1."""
         return max(1.0, float(np.abs(self.logp).mean()))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Every trained parameter (with LoRA, the adapter's) by name, in fp32 or as bf16's bits."""
+    """Every trained parameter (with LoRA, the adapter's) by name, in fp32 or as bits of bf16."""
 
     version: int
     arrays: Mapping[str, np.ndarray]
@@ -44,38 +44,38 @@ class Weights:
 
 
 def trained(model: Any) -> dict[str, Tensor]:
-    """Return the parameters that are trained, by name: all, or those of an adapter."""
+    """Return the trained parameters by name: all of the model's, or only an adapter's."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor without its graph, put together if ranks share it: all must call this."""
-    from torch.distributed.tensor import DTensor  # half a second that searchers do not need
+    """Return the detached tensor, gathered if it is sharded: all ranks must call this."""
+    from torch.distributed.tensor import DTensor  # takes half a second; searchers do not need it
 
     detached = tensor.detach()
-    if detached.dtype == torch.int16:  # which ranks cannot send
+    if detached.dtype == torch.int16:  # which collectives do not support
         return whole(detached.view(torch.bfloat16)).view(torch.int16)
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def published(tensors: Mapping[str, Tensor], bf16: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in fp32 or rounded to bf16, one at a time, each whole: all ranks go through it.
+    """Yield whole tensors one at a time, in fp32 or rounded to bf16: all ranks must iterate.
 
-    A tensor that is in that precision already is yielded as it is, and not a copy of it.
+    A tensor that already has that precision is not copied.
     """
     for name, tensor in tensors.items():
         yield name, whole(tensor.detach().to(torch.bfloat16 if bf16 else torch.float32))
 
 
 def as_view(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array, bf16 as its bits; it shares the memory of one on the CPU."""
+    """Return a tensor as an array, bf16 as its bits; it shares memory with a tensor on the CPU."""
     tensor = tensor.cpu().contiguous()
     in_bf16 = tensor.dtype == torch.bfloat16
     return tensor.view(torch.uint16).numpy() if in_bf16 else tensor.numpy()
 
 
 def as_tensor(array: np.ndarray) -> Tensor:
-    """Return a tensor that shares the memory of an array from `as_view`; only read it."""
+    """Return a tensor that shares memory with an array from `as_view`; do not write to it."""
     with warnings.catch_warnings():
         # Arrays from another process are read-only, and PyTorch warns that it could write to them.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -93,9 +93,9 @@ def load_weights(model: Any, weights: Weights) -> None:
 
 
 def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
-    """Raise ValueError, which begins with `source`, unless names and shapes are the model's."""
+    """Raise ValueError, beginning with `source`, unless names and shapes match the model's."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    needed = trained(model).keys()  # a tied weight is there once, under its first name
+    needed = trained(model).keys()  # a tied weight appears once, under its first name
     reshaped = {name for name, array in given.items() if own.get(name) != tuple(array.shape)}
     differing = sorted(reshaped | (needed - given.keys()))[:3]
     if differing:
@@ -106,11 +106,11 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """Tensor in a file or in memory, which is read when it is asked for, whole or a part of it."""
+    """Tensor in a file or in memory that is read on demand, whole or in part."""
 
     shape: tuple[int, ...]
     part: Any
-    """Gives the tensor by its rows: a slice of the file, or a tensor in memory."""
+    """Object to index by rows: a slice of the file, or a tensor in memory."""
 
     def read(self) -> Tensor:
         tensor: Tensor = self.part[...]
@@ -118,7 +118,7 @@ class Stored:
 
     @torch.no_grad()
     def fill(self, target: Tensor) -> None:
-        """Copy it into a tensor of its shape; a rank reads only the rows that it has."""
+        """Copy it into a tensor of the same shape; a rank reads only its own rows."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(target, DTensor):
@@ -142,15 +142,15 @@ def stored_in(files: Iterable[Path]) -> dict[str, Stored]:
 
 
 def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
-    """Return tensors as if they were in a file."""
+    """Return tensors in memory in the form of tensors in a file."""
     return {name: Stored(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}
 
 
 def write_weights(weights: Weights, file: Path) -> None:
     """Write weights and their probe to a file.
 
-    The version and the probe are one entry of its metadata, because safetensors writes several in
-    an order that changes.
+    The version and the probe share one metadata entry, because safetensors writes several entries
+    in varying order.
     """
     probe = weights.probe
     plain = probe and {name: np.asarray(value).tolist() for name, value in vars(probe).items()}
@@ -177,7 +177,7 @@ def _probe(plain: dict[str, Any] | None) -> Probe | None:
 
 @dataclass(frozen=True)
 class Sent:
-    """Weights that a transport has sent to all searchers; it receives them by their parcel."""
+    """Handle to weights sent to all searchers; `Transport.receive` returns the weights."""
 
     version: int
     parcel: Any
@@ -193,12 +193,12 @@ class Transport(Protocol):
     ) -> Sent:
         """Make weights available to every searcher, without waiting for one.
 
-        Each tensor is taken before the next one is asked for. They stay for as long as the result,
-        or a copy of it in another process, exists.
+        Each tensor is consumed before the next one is requested. The weights are available for as
+        long as the result, or a copy of it in another process, exists.
         """
 
     def receive(self, sent: Sent) -> Weights:
-        """Return weights that were sent, of which the sender has no copy of its own."""
+        """Return the weights that were sent; the sender keeps no other copy of them."""
 
 
 class Direct:
@@ -216,6 +216,6 @@ class Direct:
 
 
 def resend(weights: Weights, transport: Transport) -> Sent:
-    """Send weights that have been received, or read from a file."""
+    """Send weights that were received or read from a file."""
     tensors = ((name, as_tensor(array)) for name, array in weights.arrays.items())
     return transport.send(weights.version, tensors, weights.probe)

@@ -40,7 +40,7 @@ tensorboard = false
 """
 
 MISTAKES = {
-    "task.data=long.jsonl": "1 of 5 prompts do not fit the model's context of 32 tokens beside 8 of"
+    "task.data=long.jsonl": "1 of 5 prompts do not fit the model's context of 32 tokens with 8 of"
     " response (the longest is 'train-1'",
     "task.data=empty.jsonl": "prompt 'train-1' is empty",
     "policy.model=without_eos": "without_eos' has no EOS token that it can sample, so no"

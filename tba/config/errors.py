@@ -1,4 +1,4 @@
-"""Error messages about a config, and the secrets that no message or file may have."""
+"""Error messages about a config, and the secrets that no message or file may contain."""
 
 import dataclasses
 import difflib
@@ -20,14 +20,14 @@ KEY = re.compile(
     r"(api|auth|access|private|secret|ssh|gpg|gh|hf|openai)?(key|token)|(db|user)?pass"
 )
 OF_TEXTS = re.compile(r"(bos|eos|pad|unk|sep|cls|mask|stop)[_-]?token", re.IGNORECASE)
-"""Names of options that are tokens of a tokenizer, and no secrets."""
+"""Names of options that are a tokenizer's tokens, not secrets."""
 DATA = re.compile(
     "bos|eos|pad|mask|stop|special|extra|added|bad|banned|allowed|prompt|answer|label|metric|sort"
     "|max|min|num|total|count|budget|limit|length|size|per|rate|level|step|threshold|at|ids|reward"
 )
-"""Words that say that keys and tokens are data, unless one of these ends the name."""
+"""Words in a name that mark its keys and tokens as data, unless a key or token ends the name."""
 PLACE = re.compile("files?|paths?|dir|folder|names?|columns?|field|url|uri|type")
-"""Last words of names that say where a secret is, or what it is called."""
+"""Last words of names for the place or the name of a secret."""
 PASSWORD = re.compile(
     r"\w://[^/\s:@]*:([^/?\s@]+)@|\w://\S+[?&](?:\w*_)?(?:password|pwd|secret|token|key)=([^&\s]+)"
 )
@@ -39,16 +39,16 @@ KNOWN: set[str] = set()
 """Secrets that this process has read."""
 
 FEW = 6
-"""Most names that a message lists."""
+"""Maximum number of names that a message lists."""
 
 
 def printable(text: str) -> str:
-    """Return text that others may have written, with nothing that a terminal would obey."""
+    """Return untrusted text with control characters of the terminal escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def check_docstrings() -> None:
-    """Raise ValueError if Python has left out docstrings."""
+    """Raise ValueError if Python strips docstrings."""
     if sys.flags.optimize > 1:
         raise ValueError(
             "Python leaves out docstrings (PYTHONOPTIMIZE=2, or -OO), which transformers needs to"
@@ -57,7 +57,7 @@ def check_docstrings() -> None:
 
 
 def explain(name: str, *errors: ErrorDetails) -> str:
-    """Return an error message for a value, from pydantic's error, or its errors for a union."""
+    """Return an error message for a value, from pydantic's error, or errors in case of a union."""
     first = errors[0]["type"]
     if first == "missing":
         return f"{name} is missing"
@@ -69,14 +69,14 @@ def explain(name: str, *errors: ErrorDetails) -> str:
 
 
 def reason(error: ErrorDetails) -> str:
-    """Return pydantic's own message, or that of the ValueError that a validator raised."""
+    """Return pydantic's message, or the message of a validator's ValueError."""
     return error["msg"].removeprefix("Value error, ")
 
 
 def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
-    """Return the end of an error message about an unknown name: the nearest one, and all.
+    """Return the end of an error message about an unknown name: the nearest and all known names.
 
-    If there are more than a few, `all_of_them` says where they are listed.
+    If there are more than `FEW`, `all_of_them` says where they are listed.
     """
     known = list(known)
     by_lower = {each.lower(): each for each in known}
@@ -88,13 +88,13 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
 
 
 def refuse(mistakes: Iterable[str]) -> None:
-    """Raise ValueError with a line for each mistake, unless there is none."""
+    """Raise ValueError with a line for each mistake; do nothing without any."""
     if lines := "\n".join(dict.fromkeys(mistakes)):
         raise ValueError(lines)
 
 
 def together(*checks: Callable[[], Any]) -> list[Any]:
-    """Return what all checks return; ValueError with the mistakes of all of them."""
+    """Run all checks, and return their results; ValueError with the mistakes of all of them."""
     results = []
     mistakes: list[str] = []
     for check in checks:
@@ -108,7 +108,7 @@ def together(*checks: Callable[[], Any]) -> list[Any]:
 
 @contextmanager
 def about(place: str) -> Iterator[None]:
-    """Begin the message of a ValueError within the block with the place that it is about."""
+    """Prefix the message of a ValueError raised in the block with a place."""
     try:
         yield
     except ValueError as error:
@@ -121,7 +121,7 @@ def size(number: float) -> str:
 
 
 def is_secret(name: object, value: str = "") -> bool:
-    """Return whether a word of a name, such as `apiKey`, or a text says that a value is secret."""
+    """Return whether a name, such as `apiKey`, or the value itself shows that it is secret."""
     key = str(name).rpartition(".")[2]
     words = [word.lower() for word in WORDS.findall(key)]
     if PASSWORD.search(value) or key == "PWD" or not words or PLACE.fullmatch(words[-1]):
@@ -136,17 +136,17 @@ def is_secret(name: object, value: str = "") -> bool:
 
 
 def check_secrets(name: str, value: Any) -> None:
-    """Raise ValueError, without quoting it, for a secret that stands in options itself."""
+    """Raise ValueError, without quoting it, for a secret that is written into the options."""
     _replaced(name, value, is_secret(name), _check)
 
 
 def read_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with their secrets; ValueError if one's variable is not set."""
+    """Return options with their secrets filled in; ValueError if a variable is not set."""
     return _replaced("", options, False, _read)
 
 
 def masked(text: str) -> str:
-    """Return text, such as an error of a user's function, without the secrets that were read."""
+    """Return text, such as an error of a user's function, with known secrets masked."""
     for secret in KNOWN:
         text = text.replace(secret, "***")
     return text
@@ -174,7 +174,7 @@ def _read(place: str, text: str) -> str:
 
 
 def _replaced(place: str, value: Any, secret: bool, give: Callable[[str, str], str]) -> Any:
-    """Return a value in which `give` has replaced each text that is secret."""
+    """Return a value with each secret text in it replaced by `give`."""
 
     def inner(key: object, each: Any) -> Any:
         own = is_secret(key) or (secret and not PLACE.fullmatch(str(key)))

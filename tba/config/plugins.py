@@ -42,7 +42,7 @@ MEMBERS = {
     "strategies": ("draw",),
     "selections": ("choose", "restore"),
 }
-"""Some members of each kind, its own and inherited ones, by which a class of another is told."""
+"""Members, own or inherited, that identify the plug-ins of a kind."""
 
 
 Number = TypeVar("Number", bound=float)
@@ -51,9 +51,9 @@ Number = TypeVar("Number", bound=float)
 
 @dataclass(frozen=True)
 class Schedule(Generic[Number]):
-    """An option of an objective that is linear from `start` to `end` over `steps` steps.
+    """An option of an objective that changes linearly from `start` to `end` over `steps` steps.
 
-    From `cut_step` on, counted from 0, it is `cut_to` instead, if given. The paper's code has .012
+    From step `cut_step` on, counted from 0, it is `cut_to`, if given. The paper's code uses .012
     to .004 over 500 steps for GSM8K, and 1.0 to .05 over 128, cut to .05 at the 32nd, for TL;DR.
     """
 
@@ -83,7 +83,7 @@ class Plugin:
     options: Mapping[str, Any]
 
     def at(self, step: int) -> Any:
-        """Return the instance for a step, with every schedule replaced by its value there."""
+        """Return the instance for a step, with each schedule replaced by its value at that step."""
         given = read_secrets(self.options).items()
         return self.cls(**{n: v.at(step) if isinstance(v, Schedule) else v for n, v in given})
 
@@ -113,7 +113,7 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> type:
-    """Return the class called `name`; ValueError with the nearest name if there is none."""
+    """Return the class called `name`; ValueError, with the nearest name, if it is unknown."""
     if "." in name:
         return _on_path(kind, name)
     known = names(kind)
@@ -141,7 +141,7 @@ def _on_path(kind: str, name: str) -> type:
     for member in MEMBERS.get(kind, ()):
         if member not in dir(value):
             raise ValueError(
-                f"{name!r} is none of the {kind}: it has no {member}; see its base class and its"
+                f"{name!r} is not one of the {kind}: it has no {member}; see its base class and its"
                 " contract in docs/extending.md"
             )
     cls: type = value
@@ -170,14 +170,14 @@ def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
         try:
             check_secrets(field.name, default)
         except ValueError:
-            default = None  # the config that a run writes has all defaults
+            default = None  # the config that a run writes contains all defaults
         if field.init and field.metadata != FILLED_IN:
             options[field.name] = Option(hints[field.name], default)
     return options
 
 
 def meanings_of(cls: type) -> dict[str, str]:
-    """Return what the fields of a plug-in mean, by name: the docstrings below them."""
+    """Return the meanings of a plug-in's fields by name: the docstrings below them."""
     meanings = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
         (definition,) = ast.parse(inspect.getsource(base)).body
@@ -234,12 +234,12 @@ def _mistakes(
     table: str, use: str, options: Mapping[str, Any], errors: Sequence[ErrorDetails],
     known: Collection[str],
 ) -> str:  # fmt: skip
-    """Return a message with a line for each wrong option, from the errors of pydantic."""
+    """Return a message with a line for each wrong option, from pydantic's errors."""
     errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")
     places = [_place(options, error) for error in errors]
     lines = []
     for name in dict.fromkeys(place[0] for place in places):
-        # a union has an error for each member: those of the member that fits best lie deepest
+        # a union has errors for each member: the deepest are from the member that fits best
         deepest = max((place for place in places if place[0] == name), key=len)
         own = [error for place, error in zip(places, errors, strict=True) if place == deepest]
         message = explain(".".join([table, *deepest]), *own)
@@ -254,7 +254,7 @@ def _mistakes(
 
 
 def _place(value: Any, error: ErrorDetails) -> tuple[str, ...]:
-    """Return the keys that lead to an error, whose own location also names members of unions."""
+    """Return the path of keys to an error, whose own location also names members of unions."""
     keys: list[str] = []
     for part in error["loc"]:
         is_key = isinstance(value, Mapping) and part in value
@@ -281,12 +281,12 @@ def resolve_all(config: Config) -> Plugins:
 
 
 def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
-    """Return the plug-ins of those of these tables that name one; ValueError if one is wrong."""
+    """Return the plug-ins that these tables name; ValueError if one is wrong."""
 
     def of_table(table: str) -> Plugin:
         given: Use = getattr(config, table)
         with about(table):
-            read_secrets(given.options)  # ValueError here, and not where the plug-in is built
+            read_secrets(given.options)  # raises ValueError here, not where the plug-in is built
         return resolve(PLUGGED[table], table, given.use, given.options)
 
     return together(*(partial(of_table, each) for each in PLUGGED if each in tables))
@@ -295,10 +295,10 @@ def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
 def mistakes(
     model: type[Table], plain: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[str]:
-    """Return the mistakes in tables: these errors, and those that do not depend on wrong keys."""
+    """Return the mistakes in tables: these errors, and others that do not depend on wrong keys."""
     told = [_explained(model, each) for each in errors]
     wrong = [each["loc"][:2] for each in errors]
-    if model is not Config or () in wrong:  # () is about keys that do not fit together
+    if model is not Config or () in wrong:  # () is the place of keys that contradict each other
         return told
     rest = {name: table for name, table in plain.items() if (name,) not in wrong}
     for name, table in rest.items():
@@ -342,7 +342,7 @@ def _keys(where: str, value: object) -> Iterator[str]:
 
 
 def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
-    """Return an error message with the nearest keys."""
+    """Return an error message for an unknown key, with the nearest keys."""
     *outer, name = path
     table = model
     for each in outer:
@@ -354,9 +354,9 @@ def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
 
 
 def with_defaults(config: Config) -> Config:
-    """Return the config with all options of its plug-ins, whose defaults may change later.
+    """Return the config with all options of its plug-ins, because defaults may change later.
 
-    The engine has defaults for `[runtime]`, too.
+    The engine also has defaults for `[runtime]`.
     """
     tables: dict[str, Any] = {}
     engine: Any = find("engines", config.engine.use)

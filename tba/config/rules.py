@@ -1,4 +1,4 @@
-"""Rules of settings that contradict each other; each is refused by name, with what to set."""
+"""Rules about settings that contradict each other; an error names both, and what to set."""
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from tba.config.schema import Config
 
 Rule = tuple[bool, str, str]
-"""Whether a config breaks the rule, a setting, and what that setting needs."""
+"""A rule: whether the config breaks it, a setting, and the requirement of that setting."""
 
 
 def broken(rules: Iterable[Rule]) -> list[str]:
-    """Return in words which rules a config breaks."""
+    """Return a message for each broken rule."""
     told = "{} needs {}: set that, or change the former"
     return [told.format(setting, what) for is_broken, setting, what in rules if is_broken]
 
@@ -35,7 +35,7 @@ def rules_of_sizes(c: "Config") -> Iterator[Rule]:
     both = f"trainer.warmup_steps = {t.warmup_steps} with decay_steps = {decay}"
     least = t.warmup_steps + decay
     yield decays and least > steps, both, f"run.steps={least} or more"
-    if not c.run.base:  # a run that has begun keeps what has no effect
+    if not c.run.base:  # a resumed run keeps settings without effect
         for name in (
             "trainer.warmup_steps",
             "runtime.publish_every",
@@ -63,14 +63,14 @@ def rules_of_sizes(c: "Config") -> Iterator[Rule]:
 
 
 def rules_of_rows(c: "Config", prompts: int, held_out: int, is_new: bool) -> Iterator[Rule]:
-    """Yield rules that depend on the numbers of prompts to train on, and of those held out."""
+    """Yield rules that depend on the numbers of training prompts and held-out prompts."""
     e = c.eval
     best = c.checkpoint.keep_best
     held = "held-out prompts, by eval.prompts=128 and a held-out set in [task]"
     names = {"eval.sets": e.sets, "eval.patience": e.patience, "checkpoint.keep_best": best}
     for name, value in names.items():
         yield bool(value) and not held_out, name, held
-    if is_new:  # another run keeps what it has
+    if is_new:  # a resumed run keeps its settings
         few = "prompts" in e.model_fields_set and e.prompts > held_out
         least = f"{e.prompts} or more held-out prompts, of which there are {held_out}"
         yield few, f"eval.prompts = {e.prompts}", least

@@ -1,8 +1,8 @@
 """`Config`, the frozen and validated config of a run, and `load`, which reads one.
 
 `[task]`, `[engine]`, `[objective]`, `[strategy]` and `[selection]` name a plug-in by `use`; their
-other keys are its options. `tba list` lists all keys. This module does not import
-torch, so that a mistake is reported at once.
+other keys are its options. `tba list` lists all keys. This module does not import torch, so that
+mistakes are reported at once.
 """
 
 import difflib
@@ -28,20 +28,20 @@ DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the 
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
 _OTHERS = tomllib.loads(Path(__file__).with_name("trl.toml").read_text("utf-8"))
-"""Names of settings in other packages, as docs/from_trl.md has them."""
+"""Names of settings in other packages, as in docs/from_trl.md."""
 NEAREST: dict[str, str] = _OTHERS["nearest"]
-"""What to type for objectives of other packages, by their names."""
+"""Settings to type for objectives of other packages, by the names of the objectives."""
 PLACES: dict[str, list[str]] = _OTHERS["places"]
-"""Names of settings in other packages, by the place of the same setting here."""
+"""Names of settings in other packages, by the place of the setting here."""
 GONE: dict[str, str] = _OTHERS["gone"]
-"""What to use instead of keys and tables of earlier versions."""
+"""Replacements for keys and tables of earlier versions."""
 LIMITS = {
     ("trainer", "warmup_steps"): ("run", "steps", 1),
     ("eval", "prompts"): ("task", "held_out_size", 0),
 }
-"""Settings of the default config, and what they may not exceed."""
+"""Settings of the default config with their upper limits: another setting, less a number."""
 NONE = "none"
-"""Beginning of the place of a setting without counterpart, before the reason if there is one."""
+"""Beginning of the place of a setting without counterpart; the reason may follow."""
 
 
 def inner_table(field: FieldInfo) -> type[Table] | None:
@@ -116,7 +116,7 @@ class Config(Tables):
 
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
-        """Raise ValueError for settings that lack what they need of others."""
+        """Raise ValueError for settings that contradict each other."""
         mistakes = broken((*rules_of_sizes(self), *rules_of_processes(self)))
         if mistakes:
             from tba.config.plugins import resolved
@@ -126,13 +126,13 @@ class Config(Tables):
 
     @property
     def asynchronous(self) -> bool:
-        """Return whether searchers run on their own, and no step waits for a whole new batch."""
+        """Return whether searchers run independently, and no step waits for a whole new batch."""
         r = self.runtime
         return r.use == "ray" and r.lag is None and (r.fresh or 0) < self.trainer.groups
 
     @property
     def fresh(self) -> int:
-        """New groups to wait for at each step; 0 when searchers run on their own, or none does."""
+        """New groups to wait for at each step; 0 if searchers run independently or do not exist."""
         if self.runtime.searchers == 0:
             return 0
         if self.runtime.fresh is not None:
@@ -148,34 +148,34 @@ class Config(Tables):
 
     @property
     def max_reuse(self) -> float:
-        """Most times that a sample is trained on, on average; no limit in lockstep or offline."""
+        """Maximum mean number of times that a sample is trained on; inf in lockstep or offline."""
         if self.runtime.searchers == 0 or self.runtime.lag is not None:
             return inf
         return self.runtime.max_reuse
 
     @property
     def reuse_window(self) -> int:
-        """Steps over which `runtime.max_reuse` is an average.
+        """Number of steps over which `runtime.max_reuse` is averaged.
 
-        A long window would let the trainer use up its allowance on a few samples while an
-        evaluation holds the searchers. It is as long as two searches of each searcher last, which
-        may arrive at once: at least 20 steps, at most 50.
+        With a long window, the trainer could use up its allowance on a few samples while an
+        evaluation holds the searchers. The window covers two searches of each searcher, which may
+        arrive at once: at least 20 steps, at most 50.
         """
         searches = 2 * self.runtime.most_searchers * self.runtime.prompts_per_task
         batches = searches * self.sampling.samples / self.trainer.batch_size
         return ceil(min(50, max(20, self.runtime.max_reuse * batches)))
 
     def nested(self) -> dict[str, Any]:
-        """Return the config as plain tables, without keys that are None: TOML has no such value."""
+        """Return the config as plain tables, without keys that are None: TOML has no null."""
         tables = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         if self.run.epochs is not None:
             del tables["run"]["steps"]
-        if "prompts" not in self.eval.model_fields_set:  # as many as there are
+        if "prompts" not in self.eval.model_fields_set:  # the default depends on the data
             del tables["eval"]["prompts"]
         return tables
 
     def within_epochs(self, prompts: int) -> "Config":
-        """Return the config with `run.steps` for `run.epochs` over so many training prompts."""
+        """Return the config with `run.epochs` over `prompts` prompts converted to `run.steps`."""
         if self.run.epochs is None:
             return self
         steps = ceil(self.run.epochs * prompts / self.trainer.groups - 1e-9)
@@ -190,8 +190,8 @@ def load(
 ) -> Config:
     """Read a TOML file, or the config in a run's folder; apply `table.key=value` settings to it.
 
-    A dict of tables takes the place of a file. ValueError if keys or values are wrong: it names
-    each of them and what to type.
+    `path` may also be a dict of tables. ValueError if keys or values are wrong: it names each of
+    them and what to type.
     """
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
@@ -203,7 +203,7 @@ def load(
 
 
 def _override(plain: dict[str, Any], overrides: Sequence[str], is_default: bool) -> None:
-    """Apply settings; sizes of the default config fit the steps and rows that are set."""
+    """Apply settings; limit sizes of the default config to the steps and rows that are set."""
     override_all(plain, overrides)
     given = {setting.partition("=")[0].strip() for setting in overrides}
     for (table, name), (other, size, less) in LIMITS.items() if is_default else ():
@@ -237,20 +237,20 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a table from a JSON file; ValueError, which names the file, if it holds none."""
+    """Read a table from a JSON file; ValueError, with the file's name, if it is damaged."""
     try:
         plain = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(plain, dict):
-        raise ValueError(f"{path} is damaged: it holds no table")
+        raise ValueError(f"{path} is damaged: it does not hold a table")
     return plain
 
 
 def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
-    """Apply each `table.key=value`, or `objective=rloo` for its `use`; what is not TOML is text.
+    """Apply each `table.key=value`, or `objective=rloo` for its `use`; non-TOML values are text.
 
-    An empty value, `table.key=`, takes the key out, so that its default holds.
+    An empty value, `table.key=`, removes the key, so that its default applies.
     """
     values: dict[str, Any] = {}
     read = [partial(_read_setting, each, values) for each in settings]
@@ -258,10 +258,10 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
 
 
 def _read_setting(setting: str, values: dict[str, Any]) -> None:
-    """Add the value of `table.key=value` to the values by `table.key`."""
+    """Parse `table.key=value` into `values`, by `table.key`."""
     key, equals, text = (part.strip() for part in setting.partition("="))
     value = _value(text)
-    check_secrets(key, value)  # first: no error quotes one
+    check_secrets(key, value)  # first, so that no error quotes a secret
     if not equals or ("." not in key and key not in PLUGGED):
         hint = without_table(key, text) if equals else ""
         example = (
@@ -272,15 +272,15 @@ def _read_setting(setting: str, values: dict[str, Any]) -> None:
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set each `table.key`; the value None takes a key out.
+    """Set each `table.key`; the value None removes a key.
 
-    A key that names another plug-in drops the options of the previous one.
-    Of `run.steps` and `run.epochs`, one that is set takes the place of the other.
+    A key that names another plug-in drops the options of the previous one. Setting `run.steps`
+    removes `run.epochs`, and vice versa.
     """
     others = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
     taken_out = {others[name]: None for name in others if values.get(name) is not None}
     values = {**taken_out, **values}
-    # Keys that name a plug-in go first, so that options given beside them stay.
+    # Keys that name a plug-in come first, so that options given with them are kept.
     for key in sorted(values, key=lambda key: key not in NAMES_PLUGIN):
         *path, last = key.split(".")
         table = plain
@@ -318,7 +318,7 @@ def _value(text: str) -> Any:
 
 
 def counterpart(name: str) -> str | None:
-    """Return what a setting of other packages is called here; None if the name is unknown."""
+    """Return the place here of a setting of other packages; None if the name is unknown."""
     for place, names in PLACES.items():
         if name in names:
             return place
@@ -326,13 +326,13 @@ def counterpart(name: str) -> str | None:
 
 
 def elsewhere(where: str, options: Collection[str] | None = None) -> str:
-    """Return in words what a key that is not in its table is called; "" if that is not known.
+    """Return a hint on where to write a key that is not in its table; "" if that is unknown.
 
-    `options` are those of the plug-in that the table names.
+    `options` are the options of the plug-in that the table names.
     """
     table, _, name = where.rpartition(".")
     if instead := GONE.get(where) or GONE.get(table):
-        return f"it is gone; {instead}"
+        return f"it was removed; {instead}"
     place = counterpart(name)
     if place is None:
         place = " or ".join(_places().get(name, ()))
@@ -349,7 +349,7 @@ def elsewhere(where: str, options: Collection[str] | None = None) -> str:
 
 
 def without_table(name: str, text: str) -> str:
-    """Return what to write for `name=text`, which names no table; "" if that is not known."""
+    """Return a hint on what to write for `name=text` without a table; "" if that is unknown."""
     places = _places()
     if name not in places and (words := elsewhere(name)):
         return words
@@ -359,7 +359,7 @@ def without_table(name: str, text: str) -> str:
 
 
 def _places() -> dict[str, list[str]]:
-    """Return where each key of the config is, as `table.key`."""
+    """Return the places of each key of the config, as `table.key`."""
     places: dict[str, list[str]] = {}
     for table, holder in Config.model_fields.items():
         inner = inner_table(holder)

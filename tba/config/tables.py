@@ -9,9 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 LOGP_NOISE_FP32 = 0.01
 """Mean difference of log-probs, in nats, that rounding may explain."""
 LOGP_NOISE_BF16 = 0.3
-"""The same where a model computes in bf16."""
+"""The same for a model that computes in bf16."""
 OFF = {"top_p": 1.0, "top_k": 0}
-"""Settings that change which tokens are chosen, but not the log-probs; the value without effect."""
+"""Settings that change which tokens are chosen, but not their log-probs, with neutral values."""
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -38,9 +38,9 @@ FILLED_IN = {"given": True}
 
 
 def by_key(name: str, table: Any) -> dict[str, Any] | None:
-    """Return the values of a table by `table.key`; None for what is no table.
+    """Return the values of a table by `table.key`; None if it is not a table.
 
-    A text in place of a table that names a plug-in is its `use`.
+    In place of a plug-in's table, a text is its `use`.
     """
     if isinstance(table, Mapping):
         return {f"{name}.{key}": value for key, value in table.items()}
@@ -89,8 +89,8 @@ class EngineTable(Use):
 
     max_logp_gap: PositiveFloat | None = key(
         None,
-        "largest mean gap in nats between the log-probs of engine and trainer after an update, or"
-        " the run ends, for log-probs down to -1: for lower ones it is in proportion to their mean;"
+        "maximum mean gap in nats between the log-probs of engine and trainer after an update; a"
+        " larger one ends the run; where log-probs average below -1, it grows in proportion;"
         " default: 0.3, or 0.01 where both compute in fp32",
     )
 
@@ -106,12 +106,12 @@ class RunTable(Table):
     steps: Positive = key(200, "number of optimizer steps")
     epochs: Finite | None = key(
         None,
-        "passes over the training prompts; sets run.steps to epochs x prompts / groups of a batch",
+        "passes over the training prompts; sets run.steps to epochs x prompts / groups per batch",
     )
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
     base: str = key(
         "",
-        "folder where modules with plug-ins and rewards are found; the run sets it",
+        "folder with the modules of plug-ins and rewards; set by the run",
     )
 
 
@@ -121,21 +121,21 @@ class LoraTable(Table):
     target_modules: Annotated[Texts, Field(min_length=1)] = key(
         ("all-linear",),
         'names of the layers to adapt, such as ["q_proj", "v_proj"]; all-linear: every linear layer'
-        " but the LM head, and not experts whose weights are one tensor",
+        " except the LM head and experts whose weights are one tensor",
     )
     modules_to_save: Texts = key(
         (),
-        'names of modules to train whole and save beside the adapters, such as ["lm_head"]',
+        'names of modules to train in full and save with the adapters, such as ["lm_head"]',
     )
     load_in_4bit: bool = key(
         False,
-        "QLoRA: the frozen model in 4 bits (NF4) by bitsandbytes; it needs engine=transformers",
+        "QLoRA: keep the frozen model in 4 bits (NF4, bitsandbytes); needs engine=transformers",
     )
     start: str | None = Field(
         None,
         alias="from",
         description="folder of a PEFT adapter to start from, with the same r, alpha and layers;"
-        " the reference is a frozen copy of it; default: the reference is the model",
+        " a frozen copy of it is the reference; default: the model is the reference",
     )
 
 
@@ -147,7 +147,8 @@ class PolicyTable(Table):
     )
     attention: Literal["auto", "eager", "sdpa"] = key(
         "auto",
-        "attention in transformers; auto: sdpa; eager without it, and on a CPU up to 320 tokens",
+        "attention in transformers; auto: sdpa; eager if the model has no sdpa, and on a CPU up to"
+        " 320 tokens",
     )
     share_prompt: bool = key(True, "run a prompt once for all its responses")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")
@@ -157,7 +158,7 @@ class PolicyTable(Table):
         "train low-rank adapters instead of all weights, at a higher trainer.learning_rate such as"
         " 3e-4; needs PEFT (pip install -e '.[lora]')",
     )
-    eos_token: str | None = key(None, "further token that ends responses, and given texts")
+    eos_token: str | None = key(None, "additional token that ends responses and given texts")
     chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, such as {enable_thinking = false}; docs/tasks.md"
     )
@@ -169,23 +170,24 @@ class SamplingTable(Table):
         1.0, "sampling temperature; all log-probs are of the distribution at this temperature"
     )
     top_p: PositiveShare = key(
-        1.0, "nucleus sampling; below 1, log-probs are still those of the untruncated distribution"
+        1.0, "nucleus sampling; log-probs are always of the untruncated distribution"
     )
     top_k: Count = key(
-        0, "choose from the k most likely tokens only; 0: from all; log-probs as for top_p"
+        0, "sample only from the k most likely tokens; 0: from all; log-probs as for top_p"
     )
     max_tokens: Positive = key(128, "maximum length of a response, EOS included")
     truncated: Literal["keep", "reject"] | float = key(
         "keep",
-        "training responses that max_tokens cuts off; keep: score them like others; reject: do not"
-        " train on them, and count them; a number: their reward, without a call of the task",
+        "how to treat training responses cut off by max_tokens; keep: score them like others;"
+        " reject: count them, but do not train on them; a number: their reward, without a call of"
+        " the task",
     )
     stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
     explore: Range | None = key(
         None,
-        "range to draw the temperature of a search task from; log-probs stay at `temperature`",
+        "range from which a search task draws its temperature; log-probs stay at `temperature`",
     )
-    explore_share: PositiveShare = key(0.5, "share of the search tasks whose temperature is drawn")
+    explore_share: PositiveShare = key(0.5, "share of the search tasks that draw their temperature")
 
     @field_validator("truncated", mode="before")
     @classmethod
@@ -200,7 +202,7 @@ class SamplingTable(Table):
 
     @property
     def reshaped(self) -> dict[str, Any]:
-        """The settings by which tokens are chosen unlike their log-probs say, with their values."""
+        """The settings, with values, under which tokens are not chosen as their log-probs say."""
         given = {name: getattr(self, name) for name in OFF}
         return {name: value for name, value in given.items() if value != OFF[name]}
 
@@ -208,9 +210,9 @@ class SamplingTable(Table):
 class ReplayTable(Table):
     per_prompt: Positive = key(100, "maximum number of distinct responses to keep per prompt")
     capacity: Positive = key(100_000, "maximum number of distinct responses; drops the oldest")
-    first_fill: Count = key(0, "groups to collect before the first step; 0: those of one batch")
+    first_fill: Count = key(0, "groups to collect before the first step; 0: one batch of groups")
     rollouts: str | None = key(
-        None, "JSONL file of logged rollouts that a new run begins with: docs/agents.md"
+        None, "JSONL file of logged rollouts with which a new run starts: docs/agents.md"
     )
 
 
@@ -228,21 +230,21 @@ class TrainerTable(Table):
     max_grad_norm: PositiveFloat = key(1.0, "clip gradients to this norm; inf: no clipping")
     optimizer: Literal["adamw", "adamw_8bit"] = key(
         "adamw",
-        "adamw_8bit: moments of 2 bytes a parameter, not 8, by bitsandbytes; docs/memory.md",
+        "adamw_8bit: moments in 2 bytes per parameter, not 8 (bitsandbytes); docs/memory.md",
     )
     weights: Literal["fp32", "bf16"] = key(
         "fp32",
-        "precision in which the trainer holds weights and gradients; bf16: 15 bytes a parameter,"
-        " not 16, and no copies in bf16: AdamW keeps the rest of each weight; docs/memory.md",
+        "precision of the trainer's weights and gradients; bf16: 15 bytes per parameter, not 16,"
+        " and no copies in bf16: AdamW keeps the remainder of each weight; docs/memory.md",
     )
     token_budget: Positive = key(
         16_384,
-        "tokens per forward and backward pass, response padding aside; a shared prompt counts once",
+        "tokens per forward and backward pass without response padding; shared prompts count once",
     )
     compile: bool = key(False, "compile the model's layers (torch.compile); docs/performance.md")
     devices: Positive = key(
         1,
-        "ranks of the trainer, each a process with a device, which keeps its part of the weights"
+        "ranks of the trainer; each is a process with a device, and holds its part of the weights"
         " and of AdamW's state (ray)",
     )
     deadline: Finite = key(
@@ -257,26 +259,25 @@ class TrainerTable(Table):
         return self.batch_size // self.group_size
 
     def decay(self, steps: int) -> int:
-        """Return the final steps of `warmup_stable_decay` in a run of so many steps."""
+        """Return the number of final steps of `warmup_stable_decay` in a run of `steps` steps."""
         return self.decay_steps or max(1, steps // 10)
 
 
 class SearcherRange(Table):
-    min: Positive = key(1, "searchers without which the run is saved and ends")
-    max: Positive = key(1, "searchers that there are at most")
+    min: Positive = key(1, "minimum number of searchers; with fewer, the run is saved and ends")
+    max: Positive = key(1, "maximum number of searchers")
 
 
 class RuntimeTable(Table):
     use: Literal["local", "ray"] = key(
         "ray",
-        "local: search and training alternate in this process, on a CPU bit-reproducible without"
-        " agents;"
-        " ray: searchers run in processes of their own",
+        "local: search and training alternate in this process, bit-reproducibly on a CPU except"
+        " with agents; ray: searchers run in separate processes",
     )
     searchers: int | SearcherRange = key(
         1,
         "number of searcher processes (ray); { min = 2, max = 8 }: as many as the cluster has room"
-        " for, while machines join and leave it: docs/scaling.md; 0: train on replay.rollouts alone"
+        " for, while machines join and leave: docs/scaling.md; 0: train only on replay.rollouts"
         " (local)",
     )
     publish_every: Positive = key(1, "k: send new weights to the searchers every k steps")
@@ -286,13 +287,14 @@ class RuntimeTable(Table):
     )
     max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
         4.0,
-        "most times that a sample is trained on, on average over the last 20 to 50 steps: before a"
-        " step, the trainer waits for samples (ray), or searches for them (local); inf: no limit",
+        "maximum number of times that a sample is trained on, as an average over the last 20 to 50"
+        " steps; before a step, the trainer waits for samples (ray), or searches for them (local);"
+        " inf: no limit",
     )
     lag: Count | None = key(
         None,
-        "train new groups exactly this many versions after they were sampled, with search and"
-        " training in lockstep; 0, with strategy=recent: on-policy; default: no lockstep",
+        "train on new groups exactly this many versions after sampling, with search and training in"
+        " lockstep; 0, with strategy=recent: on-policy; default: no lockstep",
     )
     prompts_per_task: Positive = key(8, "prompts per search task; default with vllm on ray: 1")
     concurrent_searches: Positive = key(
@@ -300,18 +302,18 @@ class RuntimeTable(Table):
     )
     colocate: Literal["share", "sleep"] = key(
         "share",
-        "sleep: the engine gives its memory up while the trainer trains (local, engine=vllm)",
+        "sleep: the engine frees its memory while the trainer trains (local, engine=vllm)",
     )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
-    task_deadline: Finite = key(600.0, "seconds for a task before its searcher is restarted")
+    task_deadline: Finite = key(600.0, "seconds for a task, after which its searcher is restarted")
     start_deadline: Finite = key(300.0, "seconds that Ray or a searcher may take to start")
     cluster_deadline: Finite = key(
-        60.0, "seconds in which Ray must answer before the run is saved and ends (ray)"
+        60.0, "seconds that Ray may take to answer before the run is saved and ends (ray)"
     )
     max_restarts: Count = key(
         10,
-        "restarts of searchers, and restarts from the newest checkpoint after a rank has died, has"
-        " failed or was late, before the run fails (ray)",
+        "maximum number of restarts of searchers, and of restarts from the newest checkpoint after"
+        " a rank died, failed or was late; after that, the run fails (ray)",
     )
     cores: Literal["divide", "share"] = key(
         "divide", "divide: pin each process to its own CPU cores; share: no pinning"
@@ -341,32 +343,32 @@ class RuntimeTable(Table):
 class RewardTable(Table):
     isolate: Literal["process", "none"] = key(
         "process",
-        "process: score in a process beside the searcher, which is killed if a call hangs;"
-        " none: a plain call in the searcher, without deadlines, for a debugger",
+        "process: score in a separate process per searcher, which is killed if a call hangs;"
+        " none: call the task in the searcher, without deadlines, for debugging",
     )
     deadline: PositiveFloat = key(
         10.0,
-        "seconds per completion for a call of the reward function; a call has at most a quarter of"
-        " runtime.task_deadline",
+        "seconds per completion for a call of the reward function; a call may take up to a quarter"
+        " of runtime.task_deadline",
     )
     concurrency: Positive = key(8, "groups that an async reward function scores at once")
     max_memory: PositiveFloat = key(
-        8.0, "GB that the scoring process may use beside the models it has loaded; inf: no limit"
+        8.0, "GB that the scoring process may use on top of its loaded models; inf: no limit"
     )
     max_rejected: PositiveShare = key(
-        0.5, "stop the run when a larger share of the latest samples (at least 64) is rejected"
+        0.5, "stop the run if a larger share of the latest samples (at least 64) is rejected"
     )
     quarantine: Count = key(
         2,
-        "deaths in a row of the scoring process, or of the searcher, after which a prompt is no"
-        " longer searched; 0: never",
+        "consecutive deaths of the scoring process, or of the searcher, after which a prompt is not"
+        " searched again; 0: never",
     )
 
 
 class EvalSet(Use):
-    """A further evaluation set: the held-out prompts of a task, scored by it."""
+    """An additional evaluation set: the held-out prompts of a task, scored by it."""
 
-    use: str = key("", "task of the set; default: that of the run, with the options given here")
+    use: str = key("", "task of the set; default: the run's task, with the options given here")
     prompts: Positive | None = key(None, "number of held-out prompts; default: eval.prompts")
 
 
@@ -378,32 +380,32 @@ class EvalTable(Table):
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")
     patience: Positive | None = key(
         None,
-        "end the run after so many evaluations in a row without a better sampled score, and keep"
-        " the best checkpoint; default: never",
+        "end the run after this many consecutive evaluations without a better sampled score, and"
+        " keep the best checkpoint; default: never",
     )
     perplexity: bool = key(
         False, "report perplexities of the answers under the reference: docs/tasks.md"
     )
     prompts_per_task: Positive = key(
-        32, "held-out prompts per evaluation task; these take turns with searches (ray)"
+        32, "held-out prompts per evaluation task; evaluation tasks alternate with searches (ray)"
     )
-    sets: dict[str, EvalSet] = key({}, "further sets, in tables [eval.sets.NAME]: docs/tasks.md")
+    sets: dict[str, EvalSet] = key({}, "additional sets, in tables [eval.sets.NAME]: docs/tasks.md")
 
 
 class CheckpointTable(Table):
     every: Count = key(50, "save every N steps; 0: only at the end and when the run is stopped")
     keep: Positive = key(2, "number of checkpoints to keep")
-    keep_best: bool = key(False, "keep the one with the best held-out score, too: docs/tasks.md")
+    keep_best: bool = key(False, "also keep the one with the best held-out score: docs/tasks.md")
 
 
 class LogTable(Table):
     console: Literal["auto", "lines", "off"] = key(
-        "auto", "console output; auto: a table and a line of progress on a terminal, else lines"
+        "auto", "console output; auto: a table and a progress line on a terminal, else lines"
     )
     tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
     wandb: bool = key(
         False,
-        "log to Weights & Biases as well (pip install -e '.[wandb]'), to the project of the"
+        "also log to Weights & Biases (pip install -e '.[wandb]'), to the project named by the"
         " environment variable WANDB_PROJECT, or tba",
     )
-    sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: none")
+    sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: never")

@@ -1,4 +1,4 @@
-"""Models: their places, loading, LoRA, and what makes them faster."""
+"""Models: paths, loading, LoRA, and faster passes."""
 
 import re
 from pathlib import Path
@@ -33,14 +33,14 @@ def model_path(name: str, key: str = "policy.model") -> str:
 
 
 def tokens_in(value: Any, vocabulary: float) -> list[int]:
-    """Return the ids in a config's value that are tokens; -1, for one, means that there is none."""
+    """Return the ids in a config's value that are tokens; -1, for example, stands for no token."""
     ids = value if isinstance(value, list) else [value]
     numbers = [float(each) for each in ids if re.fullmatch(r"\d+(\.0)?", str(each))]
     return [int(number) for number in numbers if number < vocabulary]
 
 
 def is_causal(config: Any) -> bool:
-    """Return whether a config is a causal LM's with attention alone, or one with its own code."""
+    """Return whether a config is a causal LM's with attention alone, or has its own code."""
     from transformers.models.auto import modeling_auto as known
 
     kind = type(config)

@@ -1,4 +1,4 @@
-"""Passes of a model: positions, masks, caches that responses share, logits, and its layers."""
+"""Forward passes of a model: positions, masks, caches shared by responses, logits, and layers."""
 
 import os
 import shutil
@@ -20,13 +20,13 @@ EVERYONE = -1
 NOBODY = -2
 """Owner of padding."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
-"""Logits in a chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
+"""Logits per chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 """Keys in config.json for a divisor (Granite), a factor (Cohere) and a cap (Gemma 2) of logits."""
 
 
 def states_at_once(model: Any) -> int:
-    """Return the number of hidden states over which the LM head may run at one time."""
+    """Return the maximum number of hidden states to pass to the LM head at once."""
     vocabulary = model.config.get_text_config().vocab_size
     return max(1, LOGITS_AT_ONCE[model.device.type] // vocabulary)
 
@@ -38,7 +38,7 @@ def has_plain_logits(model: Any) -> bool:
 
 
 def logits_of(model: Any, states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
-    """Return the logits of hidden states, scaled and capped as the model does it."""
+    """Return the logits of hidden states, scaled and capped as in the model."""
     logits = model.get_output_embeddings()(states)
     settings = vars(model.config.get_text_config())
     divisor, factor, cap = (settings.get(name) for name in LOGIT_SETTINGS)
@@ -53,9 +53,9 @@ def logits_of(model: Any, states: Float[Tensor, "N D"]) -> Float[Tensor, "N V"]:
 
 @torch.no_grad()
 def check_logits(model: Any) -> None:
-    """Raise ValueError if the model changes its logits in a way that `logits_of` does not know.
+    """Raise ValueError if the model changes its logits in a way that `logits_of` does not handle.
 
-    The head's outputs are enlarged, so that a cap shows that small ones would hardly reach.
+    The head's outputs are scaled up, because small ones would hardly reach a cap.
     """
     # Token 0 is left out: it may be a pad token with an embedding of zeros.
     vocabulary = model.config.get_text_config().vocab_size
@@ -64,7 +64,7 @@ def check_logits(model: Any) -> None:
         output = model.base_model(input_ids=ids, use_cache=True)
         select(output.past_key_values, torch.zeros_like(ids[0]))
         hidden = output.last_hidden_state
-    except Exception as error:  # sizes in a config.json may not fit each other
+    except Exception as error:  # sizes in a config.json may contradict each other
         raise ValueError(
             f"policy.model: {type(model).__name__} cannot run with this config, or has no cache of"
             f" keys and values: {error}; use another model"
@@ -89,7 +89,7 @@ def check_logits(model: Any) -> None:
 def check_rotary(config: Any, shortest: int, longest: int) -> None:
     """Raise ValueError if rotary embeddings change between a run's shortest and longest sequence.
 
-    A token that was sampled in a shorter sequence would have another log-prob in a longer one.
+    A token sampled in a shorter sequence would have a different log-prob in a longer one.
     """
     rope = config.get_text_config().to_dict().get("rope_parameters") or {}
     if rope.get("rope_type") != "longrope":
@@ -97,11 +97,10 @@ def check_rotary(config: Any, shortest: int, longest: int) -> None:
     limit = rope["original_max_position_embeddings"]
     if shortest <= limit < longest:
         raise ValueError(
-            f"policy.model has other rotary embeddings (longrope) in sequences of more than"
+            f"policy.model has different rotary embeddings (longrope) in sequences of more than"
             f" {limit} tokens, and sequences of this run have {shortest} to {longest}; lower"
             f" sampling.max_tokens or leave out prompts, so that none has more than {limit}; for"
-            " sessions of a program, lower engine.max_model_len, which vllm has, or use another"
-            " model"
+            " sessions of a program, lower vllm's engine.max_model_len, or use another model"
         )
 
 
@@ -111,7 +110,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Tensor:
-    """Return an attention mask: tokens of an owner see that owner's columns, and EVERYONE's.
+    """Return an attention mask: tokens see the columns of their owner, and of EVERYONE.
 
     The mask is [B 1 Q C], boolean for SDPA and additive for eager attention. The Q tokens are the
     last of the C columns, and attention is causal. Padding sees itself, so that no row is empty.
@@ -127,7 +126,7 @@ def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "
 
 
 def takes_masks(model: Any) -> bool:
-    """Return whether all layers of the model follow such a mask, and none has a sliding window."""
+    """Return whether all layers of the model accept such a mask, and none has a sliding window."""
     settings = model.config.get_text_config().to_dict()
     if settings.get("layer_types"):
         in_windows = set(settings["layer_types"]) != {"full_attention"}
@@ -142,14 +141,14 @@ def _attention(model: Any) -> Any:
 
 
 def select(cache: Any, rows: Int[Tensor, " N"]) -> Any:
-    """Return a cache with these rows of another one, which stays as it is."""
+    """Return a new cache with these rows; the given cache does not change."""
     selected = fork(cache)
     selected.batch_select_indices(rows)
     return selected
 
 
 def fork(cache: Any) -> Any:
-    """Return a cache with the same tensors; what is added to one is not in the other."""
+    """Return a cache with the same tensors; tokens added to one cache are not in the other."""
     forked = copy(cache)
     forked.layers = [copy(layer) for layer in cache.layers]
     return forked
@@ -159,7 +158,7 @@ def compile_layers(model: Any) -> None:
     """Compile the layers for passes with gradients. They share programs, for any lengths."""
     run = torch.compile(_run, dynamic=True, fullgraph=True)
     for index, layer in enumerate(layers_of(model)):
-        # a method, which a copy of the model binds to its own layer
+        # a method, so that a copy of the model binds it to its own layer
         layer.forward = MethodType(partial(_forward, run, index), layer)
 
 
@@ -181,13 +180,13 @@ def _run(layer: Any, *inputs: Any, **options: Any) -> Any:
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass, with a cache: transformers' own way has none."""
+    """Recompute activations in the backward pass, with a cache, which transformers turns off."""
     for layer in layers_of(model):
         layer.forward = partial(_checkpointed, layer.forward)
 
 
 def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Run a layer with a checkpoint; the second time, the cache is as it was before the first."""
+    """Run a layer with checkpointing; the second run gets the cache as it was before the first."""
     before = _with_caches(fork, inputs, options)
     first = iter([(inputs, options)])
 
@@ -203,7 +202,7 @@ def _checkpointed(forward: Callable[..., Any], *inputs: Any, **options: Any) -> 
 def _with_caches(
     change: Callable[[Any], Any], inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer with every cache changed."""
+    """Return the arguments of a layer, with `change` applied to every cache."""
     from transformers import Cache
 
     def changed(value: Any) -> Any:
@@ -215,7 +214,7 @@ def _with_caches(
 def check_compiler(
     user: str, kind: Literal["C", "C++"], variable: str, names: Sequence[str], instead: str
 ) -> None:
-    """Raise ValueError if `user` lacks a compiler, which `variable` may name, or a header."""
+    """Raise ValueError if `user` lacks a compiler (`variable` may name it) or Python's header."""
     named = os.environ.get(variable)
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not any(map(shutil.which, [named] if named else names)) or not header.is_file():

@@ -1,4 +1,4 @@
-"""Responses as text: the one place where tokens of the policy become text."""
+"""Responses as text: the only place where tokens of the policy become text."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,20 +6,20 @@ from itertools import groupby
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Text of a number without a token, which padded embeddings have, and of a part of a character."""
+"""Text of an id without a token, as in padded embeddings, and of an incomplete character."""
 BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""A token of one byte, where tokenizers have no token for a character."""
+"""A token of one byte, which tokenizers use for characters without a token."""
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return all tokens as text, special tokens included; no space is cleaned up."""
+    """Return all tokens as text, special tokens included; spaces are not cleaned up."""
     shown = tokenizer.convert_tokens_to_string
     runs = groupby(tokenizer.convert_ids_to_tokens(ids), lambda token: token is None)
     return "".join(INCOMPLETE * len([*run]) if lost else shown(_whole(run)) for lost, run in runs)
 
 
 def _whole(tokens: Iterable[Any]) -> list[Any]:
-    """Return tokens with INCOMPLETE for bytes of no character, which would spoil others nearby."""
+    """Return tokens with invalid bytes replaced by INCOMPLETE: they would spoil adjacent ones."""
     whole: list[Any] = []
     for is_byte, run in groupby(tokens, lambda token: BYTE.fullmatch(str(token)) is not None):
         if is_byte:

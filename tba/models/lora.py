@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) with PEFT: a frozen model, and small matrices that are trained.
 
 The matrices are the only parameters that require a gradient, and so the only ones that are trained,
-published and saved. The reference is a second, frozen adapter, or the model without any.
+published and saved. The reference is a second, frozen adapter, or the model without an adapter.
 """
 
 import json
@@ -34,7 +34,7 @@ WHOLE = f".modules_to_save.{TRAINED}."  # in names of modules that are trained w
 PREFIX = "base_model.model."  # of names in PEFT's files, which leave out the adapter's name
 ALL = ("all-linear",)
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in 4 bits, with its part of the scales."""
+"""Bytes of a 4-bit weight, with its share of the scales."""
 SCALES = ("r", "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "alora_invocation_tokens")
 """Settings of PEFT that change what the tensors of an adapter compute."""
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
@@ -44,14 +44,12 @@ STARTS = (True, False, "gaussian", "eva", "orthogonal")
 def load_placed(
     policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Any:
-    """Load the model on its device, with its adapter if any, and the attention that is fastest.
+    """Load the model on its device, with the adapter of `policy`, and with the fastest attention.
 
-    What is trained is in `dtype`. ValueError for a device that is neither cpu nor cuda.
+    Trained weights are in `dtype`. ValueError for a device that is neither cpu nor cuda.
     """
     if torch.device(device).type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"models run on cpu and cuda only, and not on {device!r}; give one of them"
-        )
+        raise ValueError(f"models run only on cpu and cuda, not on {device!r}; give one of them")
     if policy.lora is None:
         model = load_model(policy, dtype)
     else:
@@ -63,7 +61,7 @@ def load_placed(
 def load_frozen(
     policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Load the model for log-probs alone; if it computes in bf16, linear layers are kept so."""
+    """Load the model for log-probs only; if it computes in bf16, linear layers are in bf16."""
     if policy.lora is not None:
         return load_placed(policy, device, bf16, dtype)
     model = load_model(policy, dtype)
@@ -74,7 +72,7 @@ def load_frozen(
 
 
 def set_attention(model: Any, policy: PolicyTable, device: str) -> None:
-    """Choose the attention that is fastest on a device, unless the policy names one."""
+    """Set the fastest attention for a device, unless the policy names one."""
     attention = "eager" if (policy.attention, device) == ("auto", "cpu") else policy.attention
     if attention != "auto":
         model.set_attn_implementation(attention)
@@ -86,10 +84,9 @@ def load_adapted(
     """Load the model with an adapter, whose dtype is `adapters`.
 
     With `bf16`, the model is for use under autocast, and its frozen linear layers are in bf16.
-    Results are the same bit for bit, because autocast would convert them at every use. The adapter
-    comes from `policy.lora.from`, with a frozen copy. Without one, it is initialised from `seed`
-    and adds 0 to the outputs. With `load_in_4bit`, frozen linear layers are in 4 bits, apart from
-    the LM head.
+    Results are bit-identical, because autocast would convert them at every use. The adapter is read
+    from `policy.lora.from`, with a frozen copy. By default, it is initialised from `seed` and adds
+    0 to the outputs. With `load_in_4bit`, frozen linear layers except the LM head are in 4 bits.
     """
     assert policy.lora is not None
     compute = torch.bfloat16 if bf16 else torch.float32
@@ -110,7 +107,7 @@ def load_adapted(
 
 
 def four_bits(compute: torch.dtype) -> Any:
-    """Return QLoRA's settings of transformers: NF4, whose scales are quantised as well."""
+    """Return the settings of transformers for QLoRA: NF4, with quantised scales."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -146,7 +143,7 @@ def is_adapted(model: Any) -> bool:
 
 @contextmanager
 def reference_weights(model: Any) -> Iterator[None]:
-    """Compute with the frozen adapter, or without any. No other thread may use the model then."""
+    """Compute with the frozen adapter, or with none. No other thread may then use the model."""
     layers = _layers(model)
     frozen = REFERENCE in model.peft_config
     try:
@@ -163,13 +160,13 @@ def reference_weights(model: Any) -> Iterator[None]:
 
 
 def load_reference(model: Any, weights: Weights) -> None:
-    """Put these weights into the frozen adapter, or raise ValueError and change nothing."""
+    """Copy weights into the frozen adapter; ValueError, and no change, if they do not match."""
     check_same_model(model, weights.arrays, "the weights are of")
     _load_frozen(model, {name: as_tensor(array) for name, array in weights.arrays.items()})
 
 
 def save_adapter(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write tensors of the model's trained adapter as a folder that PEFT and vLLM load."""
+    """Write tensors of the model's trained adapter to a folder that PEFT and vLLM can load."""
     settings = copy(model.peft_config[TRAINED])
     for name, value in vars(settings).items():
         if isinstance(value, set):  # which PEFT writes in an order that differs between processes
@@ -189,15 +186,15 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 def merged(policy: PolicyTable, folder: Path) -> Any:
     """Return the model in fp32 with the adapter in `folder` added to its weights."""
     model = load_model(policy, torch.float32)
-    from peft import PeftModel  # after it: bitsandbytes is told to be quiet there
+    from peft import PeftModel  # after it, because it silences bitsandbytes
 
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def check_adapter(policy: PolicyTable) -> str:
-    """Return what is adapted and what is not.
+    """Return a message that says which layers are adapted and which are not.
 
-    ValueError without PEFT, if layers are missing, or if the first adapter is wrong.
+    ValueError without PEFT, if layers are missing, or if the adapter to start from is wrong.
     """
     assert policy.lora is not None
     if find_spec("peft") is None:
@@ -220,7 +217,7 @@ def check_adapter(policy: PolicyTable) -> str:
     whole = policy.lora.modules_to_save
     trains = f", and trains {', '.join(whole)} whole" if whole else ""
     leaves = ", ".join(sorted(left)) or "no matrices"
-    return f"LoRA adapts {', '.join(sorted(adapted))}{trains}; it leaves as they are: {leaves}"
+    return f"LoRA adapts {', '.join(sorted(adapted))}{trains}; unchanged: {leaves}"
 
 
 def _settings(policy: PolicyTable, model: Any) -> Any:
@@ -242,7 +239,7 @@ def _settings(policy: PolicyTable, model: Any) -> Any:
 
 
 def _inject(model: Any, settings: Any, name: str, seed: int = 0) -> None:
-    """Put an adapter into the model and freeze everything but the one that is trained."""
+    """Add an adapter to the model, and freeze everything except the trained adapter."""
     from peft import inject_adapter_in_model
 
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -264,7 +261,7 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _linear(model: Any) -> dict[str, nn.Module]:
-    """Return all linear layers by name, those within adapters aside."""
+    """Return all linear layers by name, except the ones within adapters."""
     from transformers.pytorch_utils import Conv1D
 
     own = (".lora_", WHOLE)
@@ -276,8 +273,8 @@ def _linear(model: Any) -> dict[str, nn.Module]:
 def round_linear(model: Any) -> None:
     """Store the linear layers in bf16, for use under autocast, which would convert them each time.
 
-    Results are the same bit for bit. A head that is tied to the embeddings stays as it is, and so
-    do layers with a way of their own: Falcon's add the bias without autocast.
+    Results are bit-identical. A head that is tied to the embeddings does not change, nor do custom
+    layers: Falcon's add the bias without autocast.
     """
 
     for module in _roundable(model):
@@ -285,7 +282,7 @@ def round_linear(model: Any) -> None:
 
 
 def rounded(model: Any) -> dict[int, nn.Parameter]:
-    """Return what `round_linear` would store of the trained weights, by the id of each."""
+    """Return the trained weights that `round_linear` would convert, in bf16, by id."""
     weights = [p for module in _roundable(model) for p in module.parameters() if p.requires_grad]
     return {id(p): nn.Parameter(p.detach().to(torch.bfloat16, copy=True)) for p in weights}
 
@@ -302,7 +299,7 @@ def _roundable(model: Any) -> list[nn.Module]:
 
 
 def _round_frozen(model: Any) -> None:
-    """Store the linear layers in bf16, and with them the LM head, apart from the embeddings."""
+    """Store the linear layers in bf16, including the LM head, which is untied from embeddings."""
     head = model.get_output_embeddings()
     if not head.weight.requires_grad:  # it may be tied to the embeddings
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -312,10 +309,9 @@ def _round_frozen(model: Any) -> None:
 
 
 def _keep_exact(model: Any) -> None:
-    """Keep layers in 4 bits as they were loaded.
+    """Keep 4-bit layers as they were loaded.
 
-    Outside of training, bitsandbytes packs them anew on some CPUs, for other results and without
-    gradients.
+    In eval mode, bitsandbytes repacks them on some CPUs, with other results and without gradients.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -326,7 +322,7 @@ def _keep_exact(model: Any) -> None:
 
 @torch.no_grad()
 def _load_frozen(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors of a trained adapter into the frozen one, which is added if there is none."""
+    """Copy tensors of a trained adapter into the frozen one, which is added if it is missing."""
     if REFERENCE not in model.peft_config:
         _inject(model, copy(model.peft_config[TRAINED]), REFERENCE)
     for name, tensor in tensors.items():
@@ -335,7 +331,7 @@ def _load_frozen(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def own_name(name: str) -> str:
-    """Return the name in a model of a tensor in PEFT's file."""
+    """Return the name in the model of a tensor in PEFT's file."""
     name = name.removeprefix(PREFIX)
     if ".lora_" not in name:
         module, _, parameter = name.rpartition(".")
@@ -368,7 +364,7 @@ def _check_ends(key: str, ends: Sequence[str], names: Sequence[str], kind: str) 
 
 
 def _check_start(model: Any, start: str) -> None:
-    """Raise ValueError unless the folder has an adapter that computes what the model's would."""
+    """Raise ValueError unless the folder has an adapter that computes the same as the model's."""
     named = f"policy.lora.from = {start!r}"
     folder = Path(start).expanduser()
     try:

@@ -25,7 +25,7 @@ from tba.prompt import Answer, Message, Prompt
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
 
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask)$|(^|\.)mtp[._]")
-"""Names of constants that older files have, and of layers that only guess further tokens."""
+"""Names of constants in older files, and of layers that only predict further tokens."""
 
 Encode = Callable[[Prompt], np.ndarray]
 """Returns the tokens of a prompt."""
@@ -36,14 +36,14 @@ class Tokenizer:
     """A tokenizer, the tokens that end a response, and the one that pads."""
 
     tokenizer: Any
-    eos_id: int  # token that ends a text that is given: `policy.eos_token`, or the tokenizer's
+    eos_id: int  # token that ends a given text: `policy.eos_token`, or the tokenizer's
     eos_ids: frozenset[int]
     pad_id: int
     context: int  # maximum number of tokens of a prompt and its response together
     vocabulary: int  # tokens that the model has embeddings for
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template: `policy.chat_template_kwargs`."""
-    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `eos_ids` by what names them
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `eos_ids` by their source
     stop_strings: Sequence[str] = ()  # of generation_config.json
 
     def encode(self, prompt: Prompt, checked: Roles = None) -> np.ndarray:
@@ -77,7 +77,7 @@ class Tokenizer:
         return ids
 
     def check_known(self, tokens: np.ndarray, what: str) -> None:
-        """Raise ValueError if the model has no embedding for a token, which `what` has."""
+        """Raise ValueError if the model has no embedding for a token; `what` names its source."""
         worst = int(np.max(tokens, initial=0))
         if worst >= self.vocabulary:
             raise ValueError(
@@ -87,7 +87,7 @@ class Tokenizer:
             )
 
     def tokens(self, rendered: str) -> np.ndarray:
-        """Return the tokens of a rendered chat, which has its special tokens as text."""
+        """Return the tokens of a rendered chat, which contains its special tokens as text."""
         ids = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
         tokens = np.asarray(ids, np.int32)
         self.check_known(tokens, "the chat")
@@ -98,12 +98,12 @@ class Tokenizer:
         return render(self.tokenizer, messages, {**self.template_kwargs, **own}, checked)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return a response as text: all of its tokens but the EOS that ends it."""
+        """Return a response as text: all of its tokens except the EOS that ends it."""
         ended = len(tokens) > 0 and int(tokens[-1]) in self.eos_ids
         return decode(self.tokenizer, tokens[: len(tokens) - ended].tolist())
 
     def prompt(self, tokens: np.ndarray) -> str:
-        """Return a prompt for a person to read: with the markers of a chat's turns, without BOS."""
+        """Return a prompt as readable text: with the markers of a chat's turns, without BOS."""
         begun = tokens[:1].tolist() == [self.tokenizer.bos_token_id]
         return decode(self.tokenizer, tokens[begun:].tolist())
 
@@ -117,7 +117,7 @@ class Tokenizer:
         return Answer(shown, finished or shown != text, tokens=ids, version=version)
 
     def within(self, tokens: int | None) -> "Tokenizer":
-        """Return the text with an engine's own limit as the context, if it has one."""
+        """Return a tokenizer with the context limited to `tokens`, an engine's limit or None."""
         return self if tokens is None else replace(self, context=min(tokens, self.context))
 
     def encode_all(
@@ -125,7 +125,7 @@ class Tokenizer:
     ) -> list[np.ndarray]:
         """Return the tokens of all prompts of a run, which must leave room for `max_tokens`.
 
-        Longer ones are `cut` if the policy does not read them as they are.
+        Longer ones are truncated with `cut`, where the policy does not read prompts as they are.
         """
         room = self.context - max_tokens
         tokens = [ids[: max(1, room)] if cut else ids for ids in map(encode, prompts)]
@@ -140,7 +140,7 @@ class Tokenizer:
             worst = max(long, key=long.__getitem__)
             raise ValueError(
                 f"{len(long)} of {len(prompts)} prompts do not fit the model's context of"
-                f" {self.context} tokens beside {max_tokens} of response"
+                f" {self.context} tokens with {max_tokens} of response"
                 f" (the longest is {worst!r} with {long[worst]}); lower sampling.max_tokens,"
                 " or raise engine.max_model_len if that is lower than the model's"
             )
@@ -148,7 +148,7 @@ class Tokenizer:
 
 
 def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
-    """Load the tokenizer and the config.json of a model; ValueError, which names the key."""
+    """Load the tokenizer and the config.json of a model; ValueError, naming the key, on failure."""
     from transformers import AutoTokenizer
 
     path = model_path(name, key)
@@ -184,7 +184,7 @@ def folder_of(path: str) -> Path:
 
 @contextmanager
 def _explained(path: str, named: str) -> Iterator[None]:
-    """Turn what transformers raises for a model's files into a ValueError."""
+    """Turn exceptions that transformers raises for a model's files into ValueError."""
     from huggingface_hub import constants
 
     try:
@@ -218,7 +218,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
     ends = {source: tokens_in(value, vocabulary) for source, value in named.items()}
     template = str(tokenizer.chat_template)
     for name in policy.chat_template_kwargs:
-        if name not in template:  # a template ignores what it does not know
+        if name not in template:  # templates ignore unknown arguments
             raise ValueError(
                 f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
                 " such argument; remove it"
@@ -241,7 +241,7 @@ def load_config(policy: PolicyTable) -> Any:
 
 
 def config_of(path: str, remote_code: bool) -> Any:
-    """Return a model's config.json, without a pad id that is no token: -1 is the last embedding."""
+    """Return a model's config.json, without an invalid pad id: -1 is the last embedding."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, **sources(path, remote_code))
@@ -253,7 +253,7 @@ def config_of(path: str, remote_code: bool) -> Any:
 
 
 def _declared_ends(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the EOS tokens that each config of a model names, and stop strings."""
+    """Return the EOS tokens that each config file of a model names, and all stop strings."""
     from transformers.utils.hub import cached_file
 
     ends = {}
@@ -302,7 +302,7 @@ def context(config: Any, tokenizer: Any) -> int:
 
 
 def check_kind(policy: PolicyTable) -> None:
-    """Raise ValueError unless the model is a causal LM with attention alone, by its config.json."""
+    """Raise ValueError unless config.json describes a causal LM with attention alone."""
     config = load_config(policy)
     if not is_causal(config):
         raise ValueError(
@@ -313,12 +313,12 @@ def check_kind(policy: PolicyTable) -> None:
 
 
 def check_model(policy: PolicyTable) -> None:
-    """Raise ValueError unless the model can be trained and its files fit; no weight is read."""
+    """Raise ValueError unless the model can be trained and its files match; reads no weights."""
     from transformers import AutoModelForCausalLM
 
     check_kind(policy)
     with _explained(policy.model, f"policy.model = {policy.model!r}"):
-        model = load_empty_model(policy)  # a config may not fit the code of its model
+        model = load_empty_model(policy)  # a config may not match its model's code
     if policy.attention == "sdpa" and not model._supports_sdpa:
         raise ValueError(
             f"policy.attention = 'sdpa': transformers has no SDPA for a {type(model).__name__};"
@@ -332,7 +332,7 @@ def load_model(
 ) -> Any:
     """Load the causal LM in `dtype`, without dropout, which would change the log-probs.
 
-    Its linear layers are `quantised` by these settings of transformers, if any.
+    `quantised` are settings of transformers by which to quantise its linear layers; None: no.
     """
     from transformers import AutoModelForCausalLM
 
@@ -341,7 +341,7 @@ def load_model(
 
 
 def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> None:
-    """Raise ValueError unless a model's files fit, if they need not be downloaded first."""
+    """Raise ValueError unless a model's files match; files not yet downloaded are not checked."""
     from huggingface_hub import try_to_load_from_cache
 
     path = model_path(name, key)
@@ -354,14 +354,14 @@ def load_weighted(
     auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False,
     device: str | None = None, quantised: Any = None,
 ) -> Any:  # fmt: skip
-    """Load a model by a class of transformers. On "meta", only the headers of its files are read.
+    """Load a model with a class of transformers. On "meta", only file headers are read.
 
-    ValueError, which names the key, unless the files have all weights, in their shapes, and no
-    others. An encoder is used without its pooler, and without heads that its files may have.
+    ValueError, naming the key, if weights are missing, unexpected, or of another shape. An encoder
+    is used without its pooler, and without any heads in its files.
     """
     from transformers import logging
 
-    getLogger("bitsandbytes").setLevel("ERROR")  # about kernels that it could do with
+    getLogger("bitsandbytes").setLevel("ERROR")  # hides hints about optional kernels
     logging.disable_progress_bar()  # it would be drawn across the console, at every checkpoint
     path = model_path(name, key)
     named = f"{key} = {name!r}"
@@ -394,7 +394,7 @@ def load_weighted(
             problems.append(f"{what}: {', '.join(names[:3])}{more}")
     if problems:
         raise ValueError(
-            f"{named}: the weights in its files are not those of a {type(model).__name__} with this"
+            f"{named}: the weights in its files do not match a {type(model).__name__} with this"
             f" config.json ({'; '.join(problems)}); give a model that was saved whole, with its own"
             " config and without a wrapper around it"
         )

@@ -1,4 +1,4 @@
-"""A model that ranks share: each holds a part of every tensor, and reads only that part."""
+"""Models sharded over ranks: each rank holds a part of every tensor, and reads only that part."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ from tba.weights import Stored, stored_in
 
 
 def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> None:
-    """Divide each layer of the model, and what else is in `root`, over all ranks, with FSDP2.
+    """Shard each layer of the model, and the other modules in `root`, over all ranks with FSDP2.
 
-    Gradients are added up over ranks, not averaged: the loss of a group is divided by all groups
-    of the batch on every rank.
+    Gradients are summed over ranks, not averaged: every rank divides the loss of a group by the
+    number of groups in the whole batch.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -42,7 +42,7 @@ def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> N
 
 
 def reshard(root: nn.Module) -> None:
-    """Free the tensors that a pass without gradients has put together."""
+    """Free the tensors that a pass without gradients has gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
@@ -53,10 +53,10 @@ def reshard(root: nn.Module) -> None:
 def load_for_ranks(
     policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype, seed: int
 ) -> tuple[Any, dict[str, Stored] | None]:
-    """Return the model without numbers, with the tensors in its files by their names in it.
+    """Return the model without values (on "meta"), and the tensors in its files by parameter name.
 
-    With an adapter, with code of its own, or if its files have other tensors, each rank loads the
-    whole model first: then there are no such tensors.
+    With an adapter, with custom code, or if its files have other tensors, each rank first loads the
+    whole model: the second item is then None.
     """
     if policy.lora is None and not policy.trust_remote_code:
         model = load_model(policy, dtype, device="meta")
@@ -79,9 +79,9 @@ def _files(folder: Path) -> list[Path]:
 
 @torch.no_grad()
 def fill_model(root: nn.Module, model: Any, stored: Mapping[str, Stored], device: str) -> None:
-    """Give a model without numbers those in its files; a rank allocates and reads its part.
+    """Fill a model on "meta" with the values in its files; a rank allocates and reads its part.
 
-    What else is in `root`, such as the head of an objective, begins at 0.
+    Other modules in `root`, such as the head of an objective, start at 0.
     """
     allocate(root, device)
     for parameter in root.parameters():
@@ -90,12 +90,12 @@ def fill_model(root: nn.Module, model: Any, stored: Mapping[str, Stored], device
         if module._non_persistent_buffers_set:  # such as frequencies; as transformers does it
             model._init_weights(module)
     for name, own in model.state_dict().items():
-        if name in stored:  # a tied one is there once
+        if name in stored:  # a tied one is stored once
             stored[name].fill(own)
 
 
 def allocate(root: nn.Module, device: str) -> None:
-    """Replace tensors without numbers by empty ones on a device; tied ones stay one."""
+    """Replace tensors on "meta" by empty ones on a device; tied ones stay tied."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in root.modules():
         parameters = module.named_parameters(recurse=False)

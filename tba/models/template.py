@@ -1,4 +1,4 @@
-"""Chats as text: what a tokenizer's chat template makes of messages, and what it leaves out."""
+"""Chats as text: renders messages with a chat template, and finds the parts that it leaves out."""
 
 import json
 import re
@@ -14,11 +14,11 @@ from tba.prompt import Message, Prompt
 AS_JSON = re.compile(r'"text": ?"(?:[^"\\]|\\.)*\ufdd0')
 """A marked part of a message that a template shows as JSON."""
 ROLES = {"developer": "system", "function": "tool", "human": "user", "gpt": "assistant"}
-"""Other names of roles, which few chat templates know."""
+"""Other names of roles, which few chat templates support."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a reply's thoughts, which OpenAI's messages do not have, and programs may leave out."""
+"""Keys of a reply's reasoning, which OpenAI's messages do not have, and programs may omit."""
 THINKS = re.compile(r"</think|reasoning_content|[.'\"]thinking")
-"""Sign of a template that knows thoughts: it leaves out thoughts of earlier turns by design."""
+"""Sign of a template that supports reasoning: it omits reasoning in earlier turns by design."""
 ARGUMENTS = ("chat_template_kwargs", "tools", "documents")
 """Columns that are arguments of the chat template, in the conventions of TRL and transformers."""
 CONVENTIONS = {
@@ -26,13 +26,13 @@ CONVENTIONS = {
     "conversations", "enable_thinking", "functions", "history", "image", "images", "messages",
     "reasoning_effort", "system", "system_prompt", "videos",
 }  # fmt: skip
-"""Columns that look as if they decide how a row is shown, as others do in axolotl's data."""
+"""Columns that look as if they control how a row is rendered, as some do in axolotl's data."""
 Roles = Container[str] | None
-"""Roles of messages that must be shown whole; None: all."""
+"""Roles of messages that must be shown in full; None: all."""
 
 
 def decoded(value: Any) -> Any:
-    """Return the table or the list that a text is as JSON; anything else as it is."""
+    """Return the table or the list in a JSON text; any other value unchanged."""
     with suppress(ValueError, RecursionError):
         if isinstance(value, str) and isinstance(read := json.loads(value), dict | list):
             return read
@@ -40,28 +40,28 @@ def decoded(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of JSON without the keys that have no value, which Parquet adds."""
+    """Return a JSON value without keys whose value is null, which Parquet adds."""
     if isinstance(value, Mapping):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def text_of(content: Any) -> str:
-    """Return the content of a message as text. ValueError for a part that is no text."""
+    """Return the content of a message as text. ValueError for a part that is not text."""
     if not isinstance(content, list):
         return str(content or "")
     for part in content:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
-            raise ValueError(f"a part of a message is no text: {reprlib.repr(part)}; remove it")
+            raise ValueError(f"a part of a message is not text: {reprlib.repr(part)}; remove it")
     return "".join(part["text"] for part in content)
 
 
 def normalised(message: Any) -> dict[str, Any]:
     """Return a message in the form that chat templates of transformers 5 expect.
 
-    What has no value is absent, and JSON of a table is the table. ValueError for what is not a
-    message, or says nothing.
+    Keys without a value are removed, and JSON of a table is decoded. ValueError if it is not a
+    message, or has no content.
     """
     full = without_nulls(message) if isinstance(message, Mapping) else {}
     plain = {name: value for name, value in full.items() if value not in ("", [], {})}
@@ -71,7 +71,7 @@ def normalised(message: Any) -> dict[str, Any]:
     content = full.get("content", "" if calls or thoughts else None)
     if not isinstance(content, str | list) or not isinstance(role := plain.get("role"), str):
         told = reprlib.repr(message)
-        raise ValueError(f"a message is no table with `role` and `content` as text: {told}")
+        raise ValueError(f"a message is not a table with `role` and `content` as text: {told}")
     text_of(content)  # raises for images
     plain |= {"role": ROLES.get(role, role), "content": content}
     plain |= {THOUGHTS[0]: thoughts} if thoughts else {}
@@ -91,7 +91,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def with_names(messages: Sequence[Message]) -> Iterator[Message]:
-    """Return messages in which results of tools have the name of the tool that was called."""
+    """Return messages, with the name of the called tool added to results of tools."""
     names: dict[str, str] = {}
     for message in messages:
         calls = message.get("tool_calls", ())
@@ -101,7 +101,7 @@ def with_names(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def arguments_in(columns: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Return the arguments of the chat template that a row has; ValueError for an unknown one."""
+    """Return the chat template's arguments in a row; ValueError for an unknown one."""
     given = without_nulls(decoded(columns.get(ARGUMENTS[0]) or {}))
     if not isinstance(given, dict) or not all(name in template for name in given):
         raise ValueError(f"{ARGUMENTS[0]} = {given!r}: the chat template has no such argument")
@@ -122,9 +122,9 @@ def _tool(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def unread(prompts: Sequence[Prompt], template: str, tools: Any) -> list[str]:
-    """Return the columns that look as if they decide how a row is shown, and do not.
+    """Return the columns that look as if they control how a row is rendered, but do not.
 
-    They do not where a prompt is text, or the task has `tools`.
+    None of them do if a prompt is text, or the task has `tools`.
     """
     found: set[str] = set()
     for prompt in prompts:
@@ -141,14 +141,14 @@ def unread(prompts: Sequence[Prompt], template: str, tools: Any) -> list[str]:
 def render(
     tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], checked: Roles = None
 ) -> str:
-    """Return a chat as text, up to where the policy begins its turn, or goes on with it.
+    """Return a chat as text, up to where the policy begins or continues its turn.
 
-    It goes on with a last message of its own. Contents are given to the chat template as they are,
-    as lists of parts, or as text, and arguments of calls as tables or as JSON: in the first form of
-    which it shows the most. ValueError if it refuses all, or leaves out a part of a message whose
-    role is `checked`.
+    It continues a last message from the assistant. The chat template gets contents unchanged, as
+    lists of parts, or as text, and arguments of calls as tables or as JSON: the first form of which
+    it shows the most is used. ValueError if it rejects all forms, or leaves out a part of a message
+    whose role is in `checked`.
     """
-    if messages[-1] == {"role": "assistant", "content": ""}:  # a turn that is not begun
+    if messages[-1] == {"role": "assistant", "content": ""}:  # a turn that has not begun
         messages = messages[:-1]
     chat: list[Message] = []
     for place, message in enumerate(messages, 1):
@@ -161,11 +161,11 @@ def render(
         try:
             rendered = _rendered(tokenizer, list(map(form, chat)), options)
             shown.append((_lost(tokenizer, chat, options, form), rendered))
-        except Exception as error:  # the template is code from outside
+        except Exception as error:  # the template is foreign code
             refusals.append(str(error).partition("\n")[0])
         if shown and not shown[-1][0]:
             break
-    if not shown:  # such as a system message where there is no such role
+    if not shown:  # such as a system message, if it has no such role
         raise ValueError(f"the tokenizer's chat template refuses it: {refusals[0]}")
     lost, rendered = min(shown, key=lambda each: len(each[0]))
     for place, key in lost:
@@ -179,7 +179,7 @@ def render(
 def _lost(
     tokenizer: Any, chat: Sequence[Message], options: Mapping[str, Any], form: Callable[..., Any]
 ) -> list[tuple[int, str]]:
-    """Return the places and keys of messages that a chat template leaves out, by marks in them.
+    """Return the indices and keys of messages that a chat template leaves out, found by marks.
 
     ValueError if it shows a list or a table as code.
     """
@@ -203,7 +203,7 @@ def _lost(
         given.append(form({**message, **own}))
     try:
         text = _rendered(tokenizer, given, options)
-    except Exception:  # it depends on what messages say
+    except Exception:  # it depends on the contents
         return []
     has_parts = any(isinstance(message["content"], list) for message in given)
     if (has_parts and AS_JSON.search(text)) or "\\ufdd1'" in text:

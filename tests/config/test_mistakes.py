@@ -41,7 +41,7 @@ MISTAKES = {
     "train --dry-run --gpus 4": "--gpus 4: write number x GB of each, such as --gpus 4x80",
     "train --resume nowhere": "nowhere is not the folder of a run",
     "train --resume rows.jsonl": "rows.jsonl is not the folder of a run",
-    "train --resume old": "old/config.json: unknown key 'warn.kl': it is gone",
+    "train --resume old": "old/config.json: unknown key 'warn.kl': it was removed",
     "export no_tokenizer out": "no_tokenizer is not the folder of a run: its config.json has",
     "train study.toml": "study.toml is a study; type `tba sweep study.toml`",
     "train --rescore": "need --resume RUN",

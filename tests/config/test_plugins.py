@@ -49,11 +49,11 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "no objective": (
         "objectives", "tba_other.Nothing", {},
-        "'tba_other.Nothing' is none of the objectives: it has no __call__",
+        "'tba_other.Nothing' is not one of the objectives: it has no __call__",
     ),
-    "no strategy": ("strategies", "tba_other.Mine", {}, "none of the strategies: it has no draw"),
-    "no selection": ("selections", "tba_other.Mine", {}, "none of the selections: it has no"),
-    "no engine": ("engines", "tba_other.Mine", {}, "none of the engines: it has no generate"),
+    "no strategy": ("strategies", "tba_other.Mine", {}, "not one of the strategies: it has no"),
+    "no selection": ("selections", "tba_other.Mine", {}, "not one of the selections: it has no"),
+    "no engine": ("engines", "tba_other.Mine", {}, "not one of the engines: it has no generate"),
     "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `pa"),
     "unknown option": (
         "objectives", "ppo", {"bta": 0.1},
@@ -61,8 +61,8 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "an option of an earlier version": (
         "objectives", "tb", {"tapered": True},
-        "objective.tapered: 'tb' has no such option: it is gone; true is objective.taper=residual,"
-        " false is objective.taper=none",
+        "objective.tapered: 'tb' has no such option: it was removed; true is"
+        " objective.taper=residual, false is objective.taper=none",
     ),
     "an option by its name in TRL": (
         "objectives", "grpo", {"epsilon_high": 0.3},

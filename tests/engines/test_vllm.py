@@ -143,7 +143,7 @@ def test_the_engines_context_bounds_prompts_and_the_probe(wide_model, monkeypatc
     pretend_installed(monkeypatch)
     parts = check(config(wide_model, "engine.max_model_len=100"))
     assert parts.text.context == parts.trainer("cpu").setup.context == 100
-    with pytest.raises(ValueError, match=r"context of 8 tokens beside 5.*engine\.max_model_len"):
+    with pytest.raises(ValueError, match=r"context of 8 tokens with 5.*engine\.max_model_len"):
         check(config(wide_model, "engine.max_model_len=8"))
 
 

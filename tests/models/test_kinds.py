@@ -288,5 +288,5 @@ def test_a_model_without_a_cache_is_told(name):
 
 
 def test_another_device_is_refused_in_one_sentence(tiny_model):
-    with pytest.raises(ValueError, match=r"run on cpu and cuda only, and not on 'mps'"):
+    with pytest.raises(ValueError, match=r"run only on cpu and cuda, not on 'mps'"):
         load_placed(PolicyTable(model=str(tiny_model)), "mps", bf16=False)

@@ -236,7 +236,7 @@ def test_difficulty_takes_none_twice_unless_there_are_too_few():
         (["task=toy.Toy"], "the task has no pass_reward"),
         (["selection.target=1.5"], "selection.target = 1.5: Input should be less"),
         (["selection.forgetting=-1"], "selection.forgetting = -1: Input should be"),
-        (["selection.candidates=4"], "no such option: it is gone; the pool is 8 times"),
+        (["selection.candidates=4"], "no such option: it was removed; the pool is 8 times"),
         (["selection.pass_reward=1"], "no such option"),
     ],
 )

@@ -272,19 +272,19 @@ def test_a_template_of_parts_gets_parts():
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "image": ([{"role": "user", "content": [{"type": "image"}]}], "is no text: {'type': 'image'}"),
-    "text": (["Hi"], "a message is no table"),
-    "words": ([{"role": "user", "content": ["Hi"]}], "is no text: 'Hi'"),
-    "none": ([{"role": "user", "content": None}], "is no table with `role` and `content`"),
+    "image": ([{"role": "user", "content": [{"type": "image"}]}], "is not text: {'type': 'image'}"),
+    "text": (["Hi"], "a message is not a table"),
+    "words": ([{"role": "user", "content": ["Hi"]}], "is not text: 'Hi'"),
+    "none": ([{"role": "user", "content": None}], "is not a table with `role` and `content`"),
     "number": ([{"role": "user", "content": 5}], "`content` as text: {'content': 5, 'role': 'us"),
     "other names": (
         [{"from": "human", "value": "Hi"}],
         "as text: {'from': 'human', 'value': 'Hi'}",
     ),
-    "begun": ([{"role": "assistant", "content": None}], "message 1: a message is no table with"),
+    "begun": ([{"role": "assistant", "content": None}], "message 1: a message is not a table with"),
     "silent": (
         [{"role": "assistant", "tool_calls": []}] * 2,
-        "message 1: a message is no table with",
+        "message 1: a message is not a table with",
     ),
     "calls": (
         [{"role": "assistant", "tool_calls": 5}],
