@@ -149,5 +149,5 @@ def checked_loss(objective: str, returned: Any, groups: int, taken: Container[st
             )
     for key in metrics:
         if key in OWN or key in taken or key.startswith("eval/"):
-            raise ValueError(f"{name}: {key} is a metric of the run's own; return it as x/{key}")
+            raise ValueError(f"{name}: {key} is already a metric of the run; return it as x/{key}")
     return loss, metrics

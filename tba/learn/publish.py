@@ -1,4 +1,4 @@
-"""Publication of a trainer's weights, with a probe that shows whether an engine has them."""
+"""Publication of a trainer's weights, with a probe that shows whether an engine has loaded them."""
 
 from collections.abc import Sequence
 from copy import deepcopy

@@ -40,10 +40,9 @@ def save(
     rank: int = 0,
     ranks: int = 1,
 ) -> Callable[[], None]:
-    """Copy the state and return the function that writes the copy.
+    """Return a function that writes a copy; `first_model` is the first model's fingerprint.
 
-    `first_model` is the fingerprint of the run's first model. All ranks of a trainer call this, and
-    gather each tensor; each rank keeps and writes some of them.
+    All ranks of a trainer call this and gather each tensor; each rank keeps and writes some.
     """
     model = policy.model
     part = Part(rank, ranks)

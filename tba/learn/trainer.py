@@ -55,7 +55,7 @@ class TrainerSetup:
         gather: "Callable[[list[Ran]], list[Ran]]" = list,
         transport: Transport | None = None,
     ) -> "SingleTrainer":
-        """Load the model in `trainer.weights`, or with an adapter, and return its trainer.
+        """Load the model in dtype `trainer.weights`, or with an adapter; return its trainer.
 
         One of several ranks keeps its shard of each tensor, and gathers the results of all ranks.
         Without a transport, searchers are in this process.
@@ -281,13 +281,13 @@ class SingleTrainer:
             raise WrongReference(
                 f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
                 f" token on average, more than {limit:g}, but both are the initial"
-                " model. Likely causes: weights that are missing in its files, and random; files"
-                " that were changed during the start; code of the model (trust_remote_code) that"
-                " does not compute the same twice"
+                " model. Likely causes: weights that are missing from its files, and so random;"
+                " files that changed during the start; code of the model (trust_remote_code) that"
+                " is not deterministic"
             )
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
-        """Clip the gradients and return the policy's norm before; NotFinite if a number is not."""
+        """Clip gradients; return the policy's norm before. NotFinite if a number is not finite."""
         limit = self.setup.config.trainer.max_grad_norm
         norms = [self.sums.clip(group["params"], limit) for group in self.optimizer.param_groups]
         if not math.isfinite(metrics["log_ratio"]):
