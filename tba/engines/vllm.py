@@ -125,7 +125,7 @@ class VLLM(Engine):
             )
         lora = config.policy.lora
         if lora is not None and lora.modules_to_save:
-            raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
+            raise ValueError("policy.lora.modules_to_save needs engine=transformers; set it")
         if lora is not None and lora.load_in_4bit:
             raise ValueError(
                 "policy.lora.load_in_4bit: vLLM's weights in 4 bits are not the trainer's; set"
@@ -144,7 +144,7 @@ class VLLM(Engine):
         if gpus and size > 1 and config.runtime.use == "local":
             raise ValueError(
                 f"engine.tensor_parallel_size = {size} needs runtime.use=ray, which gives each"
-                " searcher GPUs of its own; set it"
+                " searcher its own GPUs; set it"
             )
 
     def __post_init__(self) -> None:
@@ -292,7 +292,7 @@ def check_sampling(sampling: SamplingTable) -> None:
         if sampling.temperature != 1:
             raise ValueError(
                 f"sampling.{name} = {value} with sampling.temperature = {sampling.temperature:g}:"
-                " vLLM has no log-probs after the temperature and before that; set"
+                f" vLLM has no log-probs after temperature but before {name}; set"
                 f" sampling.temperature=1, or sampling.{name}={OFF[name]}, or engine=transformers"
             )
     if sampling.explore is not None:
