@@ -334,7 +334,7 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
         raise TimeoutError(
             f"trainer and searchers need {needed:g} {kind}s (the trainer's on one machine), which"
             f" did not become free within runtime.start_deadline = {settings.start_deadline:g} s:"
-            f" other jobs of this Ray have {taken:g} of its {every:g} (`ray status` shows them);"
+            f" other jobs of this Ray use {taken:g} of its {every:g} (`ray status` shows them);"
             " end these jobs, or lower runtime.searchers or trainer.devices"
         ) from late
     check_room([*free.values()])

@@ -255,8 +255,8 @@ class Pool:
         elif self._clock() - self._enough > limit:
             raise NoAnswerError(
                 f"only {running} searchers have run for runtime.start_deadline = {limit:g} s, and"
-                f" runtime.searchers.min = {least}: add machines (`ray status` shows those that"
-                " there are), or lower it"
+                f" runtime.searchers.min = {least}: add machines (`ray status` lists the present"
+                " ones), or lower it"
             )
 
     def least_busy_first(self) -> list[Handle]:
@@ -320,8 +320,8 @@ class Evaluations:
             self.left_out += 1
             if self.left_out == 1:
                 log.warning(
-                    "searchers are slower than eval.every: an evaluation that has not begun is left"
-                    " out when the next one is due"
+                    "searchers are slower than eval.every: an evaluation that has not started is"
+                    " left out when the next one is due"
                 )
         self.open.append(Evaluating(weights, step, deque(range(self._count))))
 

@@ -124,7 +124,7 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
     if longest >= LARGEST:
-        raise RuntimeError(f"{int(longest):,} bytes have come, which no rank of this trainer sends")
+        raise RuntimeError(f"received {int(longest):,} bytes, more than a trainer rank sends")
     own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(every, own)
@@ -290,7 +290,7 @@ class ShardedTrainer:
 
 def _death(rank: int, error: RayError) -> TrainerLost:
     """Return the error for a rank whose process has ended."""
-    why = "it was killed, or has crashed"
+    why = "it was killed or has crashed"
     if isinstance(error, OutOfMemoryError):
-        why = "Ray has ended it, because the machine has hardly any memory left"
+        why = "Ray ended it, because the machine is almost out of memory"
     return TrainerLost(f"the process of rank {rank} of the trainer has died: {why}")
