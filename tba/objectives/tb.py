@@ -46,7 +46,7 @@ class TrajectoryBalance(Objective):
     reward is not above the group's mean: a bad response that has become unlikely is hardly pulled
     up again. Then log Z is the mean of min(r_j - beta (log pi - log ref)_j, m), where m is the
     largest such term among responses with a reward above the mean (no bound without one). Without
-    m, bad responses that are far less likely than under the reference would lift log Z above the
+    it, bad responses that are far less likely than under the reference would lift log Z above the
     good ones. On policy, all weights are 1.
 
     With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
