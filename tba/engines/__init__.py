@@ -1,4 +1,4 @@
-"""Engines generate completions. This module is their contract; each other file is one engine."""
+"""Contract of engines, which generate completions. Each other file is one engine."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -17,27 +17,27 @@ from tba.weights import Weights
 
 
 class SearchError(RuntimeError):
-    """Search cannot go on. The run is saved before it ends."""
+    """Search cannot continue. The run is saved before it ends."""
 
 
 class RewardError(SearchError):
-    """Fault of the reward function, of which the message has the traceback."""
+    """Fault of the reward function; the message contains its traceback."""
 
 
 class EngineError(SearchError):
-    """Fault of an engine, and not of the user's code or settings: its searcher is restarted."""
+    """Fault of an engine, not of the user's code or settings: its searcher is restarted."""
 
 
 @dataclass
 class Engine(ABC):
-    """Generates completions with some version of the policy's weights. Engines inherit from it.
+    """Base class of engines, which generate completions with one version of the policy's weights.
 
     An engine must define `version`, `generate` and `load_weights`. The rest has defaults. The run
     fills in the fields of this class; the other fields of an engine are its options.
 
     All methods may be called from several threads at once: an actor runs several searches
-    side by side, and newer weights arrive while completions are being generated. Every
-    completion carries the version of the weights that began it.
+    concurrently, and newer weights arrive while completions are being generated. Every
+    completion carries the version of the weights with which it began.
     """
 
     policy: PolicyTable = field(metadata=FILLED_IN)
@@ -51,39 +51,39 @@ class Engine(ABC):
     """Whether the run will call `sleep` (`runtime.colocate`)."""
 
     can_sleep: ClassVar[bool] = False
-    """Whether the engine has `sleep` and `wake`; the run refuses others by name."""
+    """Whether the engine has `sleep` and `wake`; otherwise `runtime.colocate=sleep` is an error."""
     longest_block: ClassVar[int] = 128
-    """Tokens of a block of the prefix cache, on the device where it is longest; 0 without a cache.
+    """Tokens of a block of the prefix cache, the maximum over devices; 0 without a cache.
 
-    The probe of a weight update has a prompt longer than a block, so that a stale block shows.
+    The probe of a weight update has a prompt longer than a block, to detect a stale block.
     """
     joins_batches: ClassVar[bool] = False
-    """Whether turns that come later join a running batch; else they are collected meanwhile."""
+    """Whether new turns join a running batch; otherwise they wait for the next batch."""
     explores: ClassVar[bool] = True
-    """Whether log-probs are those at `sampling.temperature` where tokens are chosen at another."""
+    """Whether log-probs are at `sampling.temperature` even if `sampling.explore` is set."""
     own_reference = False
-    """Whether the reference's log-probs are the engine's own, and no reference model is loaded."""
+    """Whether the engine's log-probs are the reference's, so that no reference model is loaded."""
     model: Any = field(default=None, init=False)
     """Model that the engine lends to the reference of a LoRA run: one model instead of two.
 
     It is from `tba.models.lora.load_adapted`; None if the engine lends none.
     """
     drained: float = field(default=0.0, init=False)
-    """Seconds that newer weights have waited for running completions to end, in all."""
+    """Total seconds that newer weights have waited for running completions to end."""
 
     @classmethod
     def defaults(cls, config: Config) -> Mapping[str, Any]:
-        """Return the settings of `[runtime]` that suit the engine where the config has none."""
+        """Return the engine's defaults for settings of `[runtime]`."""
         return {}
 
     @classmethod
     def chosen(cls, config: Config) -> Mapping[str, Any]:
-        """Return options of the engine that follow from other settings, where it has none."""
+        """Return defaults of the engine's options that depend on other settings."""
         return {}
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise ValueError, which says what to do, if the engine cannot work with this config.
+        """Raise ValueError, with advice, if the engine cannot work with this config.
 
         Called before any process starts.
         """
@@ -98,7 +98,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Version of the weights that the next completion will begin with."""
+        """Version of the weights with which the next completion will begin."""
 
     @abstractmethod
     def generate(
@@ -107,11 +107,11 @@ class Engine(ABC):
         """Return `sampling.samples` completions of each prompt's tokens.
 
         The same seed and weights give the same completions. Temperature 0 is greedy. Log-probs are
-        those at `sampling.temperature`, also where others are chosen (`explore`, `top_k`).
+        at `sampling.temperature`, unaffected by `explore`, `top_k` and `top_p`.
         """
 
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
-        """Return the completion of each turn. It depends on its seed, not on the others.
+        """Return the completion of each turn. It depends on the turn's seed, not on other turns.
 
         An engine overrides this to sample several at once.
         """
@@ -123,35 +123,35 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Weights) -> float | None:
-        """Load all weights or raise, leaving the old ones in place.
+        """Load all weights, or raise and keep the old ones.
 
         Returns the mean absolute difference between the engine's and the trainer's log-probs of
         `weights.probe`, in nats, or None if there is nothing to compare.
         """
 
     def sleep(self, keep: bool = True) -> None:
-        """Give up the memory of weights and cache until `wake`, while the trainer trains.
+        """Release the memory of weights and cache until `wake`, while the trainer trains.
 
-        Nothing is generated and no weights arrive meanwhile. If it need not `keep` the weights,
-        others are loaded after `wake`, before anything is generated.
+        Meanwhile, nothing is generated and no weights arrive. Without `keep`, the weights may be
+        dropped: others are loaded after `wake`, before anything is generated.
         """
 
     def wake(self) -> None:
-        """Be as before `sleep`, with the same weights if they were kept."""
+        """Restore the state before `sleep`, with the same weights if they were kept."""
 
     def lend(self) -> AbstractContextManager[None]:
-        """Hold `model` while nothing is generated and no weights arrive.
+        """Hold `model`: until released, nothing is generated and no weights arrive.
 
-        Meanwhile the reference may disable the adapter.
+        Meanwhile, the reference may disable the adapter.
         """
         return nullcontext()
 
     def close(self) -> None:
-        """End the engine and every call to it. It may be called twice."""
+        """End the engine and all calls to it. May be called twice."""
 
 
 class SharedLock:
-    """Lock that threads hold shared or alone. A thread that waits to hold it alone goes first."""
+    """Lock that is held shared or exclusively. Threads that wait for exclusive use go first."""
 
     def __init__(self) -> None:
         self._entrance = threading.Lock()
@@ -180,13 +180,13 @@ class SharedLock:
 
 
 def engine_in_bf16(engine: EngineTable, trainer_does: bool) -> bool:
-    """Return whether an engine computes in bf16: by its option `dtype`, or as the trainer."""
+    """Return whether an engine computes in bf16: by its option `dtype`, or like the trainer."""
     dtype = engine.options.get("dtype", "auto")
     return trainer_does if dtype == "auto" else dtype == "bf16"
 
 
 def logp_gap_limit(engine: EngineTable, trainer_in_bf16: bool) -> float:
-    """Return the largest log-prob gap, in nats, that a weight update may leave."""
+    """Return the largest allowed log-prob gap after a weight update, in nats."""
     if engine.max_logp_gap is not None:
         return engine.max_logp_gap
     in_bf16 = trainer_in_bf16 or engine_in_bf16(engine, trainer_in_bf16)

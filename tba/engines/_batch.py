@@ -1,4 +1,4 @@
-"""Continuous batching: one thread steps an engine, and calls of many threads share its batch."""
+"""Continuous batching: one thread steps an engine; calls from many threads share its batch."""
 
 import threading
 import time
@@ -15,14 +15,14 @@ from tba.types import Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate; `sampling.samples` does not matter."""
+    """One response to generate; `sampling.samples` is ignored."""
 
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
     eos_ids: Sequence[int]
     scored: int | None = None
-    """Token whose log-prob is asked for, beside the sampled tokens' log-probs."""
+    """Token whose log-prob is requested in addition to the sampled tokens'."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Output:
     score: float
     """Log-prob of the token that the request scores; NaN if it names none."""
     switches: tuple[tuple[int, int], ...]
-    """Places at which newer weights took over: index of the first token, and their version.
+    """Where newer weights took over: the index of the first token, and their version.
 
-    The index is 0 if that was between the request's begin and its first token.
+    The index is 0 if that was between the request's start and its first token.
     """
 
 
 @dataclass
 class _Call:
-    """Requests of one caller, and the outputs that have come so far."""
+    """Requests of one caller, and their outputs so far."""
 
     requests: Sequence[Request]
     outputs: dict[int, Output] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     refused: ValueError | None = None
-    """Why the engine did not accept a request."""
+    """Why the engine rejected a request."""
 
     @property
     def ended(self) -> bool:
@@ -65,7 +65,7 @@ class _Update:
     checks: Sequence[Request]
     """Requests whose outputs verify the change."""
     stale: bool
-    """Whether the first one is also answered before it."""
+    """Whether the first check also runs before the change."""
     asked: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
     """Seconds that it waited for running requests."""
@@ -76,12 +76,12 @@ class _Update:
 class Batch:
     """The running batch of an engine, of at most `slots` requests.
 
-    A free slot goes to the request that has waited longest, whoever called, so that the batch is
-    full as long as there is work. An update waits until nothing runs, and nothing starts while it
-    waits or is verified, so that each request sees one state of the engine; with `in_flight` it is
-    applied at once. A ValueError about a request is raised in its call. Any other exception of the
-    engine and a missed deadline end it, and are raised in every call, now and later, as
-    EngineError.
+    A free slot goes to the request that has waited longest, from any call, so that the batch is
+    full while there is work. An update waits until no request runs, and none starts while it waits
+    or is verified, so that each request sees one state of the engine; with `in_flight`, the update
+    is applied at once. A ValueError about a request is raised in its call. Any other exception of
+    the engine, or a missed deadline, ends the engine, and is raised as EngineError in every current
+    and later call.
     """
 
     def __init__(self, start: Callable[[], Any], slots: int, in_flight: bool, deadline: float):
@@ -102,7 +102,7 @@ class Batch:
         self._wait(lambda: self._engine is not None)
 
     def run(self, requests: Sequence[Request]) -> list[tuple[Output, int]]:
-        """Return each request's output, and the version that began it."""
+        """Return each request's output, and the version with which it began."""
         call = _Call(requests)
         with self._changed:
             self._waiting.extend((call, place) for place in range(len(requests)))
@@ -119,11 +119,11 @@ class Batch:
         checks: Sequence[Request] = (),
         stale: bool = True,
     ) -> tuple[float, list[Output]]:
-        """Apply a change between two steps, then answer the checks before anything else begins.
+        """Apply a change between two steps, then run the checks before any other request starts.
 
-        Unless nothing `stale` can be there, the first check is also answered before the change, so
-        that a cache that outlives it shows. Returns the seconds that the change waited for running
-        requests, and the checks' outputs.
+        With `stale`, the first check also runs before the change, to reveal a cache that outlives
+        it. Returns the seconds that the change waited for running requests, and the checks'
+        outputs.
         """
         update = _Update(apply, version, checks, stale)
         with self._changed:
@@ -134,7 +134,7 @@ class Batch:
         return update.waited, update.outputs
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait until `done()`; EngineError if the engine has failed, or past the deadline."""
+        """Wait until `done()`; EngineError if the engine fails or the deadline passes."""
 
         def over() -> bool:
             return done() or self._failure is not None
@@ -148,12 +148,12 @@ class Batch:
             raise EngineError(f"vLLM failed: {failure}") from failure
 
     def close(self, deadline: float = 10.0) -> None:
-        """End the engine, and with it every call that waits. It may be called twice."""
+        """End the engine and all waiting calls. May be called twice."""
         self._fail(RuntimeError("it was closed"))
         self._thread.join(deadline)
 
     def _fail(self, error: BaseException) -> None:
-        """End the engine after its step, and every call that waits, with the first error."""
+        """End the engine after its current step, and all waiting calls, with the first error."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -168,13 +168,13 @@ class Batch:
                 self._changed.notify_all()
             while self._failure is None:
                 self._turn(engine)
-        except BaseException as error:  # whoever waits must learn of it
+        except BaseException as error:  # raised in all waiting calls
             self._fail(error)
         if engine is not None:
             engine.close()
 
     def _turn(self, engine: Any) -> None:
-        """Wait for work, apply an update or start requests, and make a step."""
+        """Wait for work; then apply an update, or start requests and take a step."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._waiting or self._running or self._updates or self._failure
@@ -208,7 +208,7 @@ class Batch:
             self._changed.notify_all()
 
     def _answer(self, engine: Any, checks: Sequence[Request]) -> list[Output]:
-        """Return the outputs of the checks; requests that run go on meanwhile."""
+        """Return the outputs of the checks; running requests continue meanwhile."""
         keys = [f"check {place}" for place in range(len(checks))]
         for key, request in zip(keys, checks, strict=True):
             engine.add(key, request)
@@ -234,7 +234,7 @@ class Batch:
     def _deliver(self, ended: Sequence[tuple[str, Output]]) -> None:
         with self._changed:
             for key, output in ended:
-                if key in self._running:  # else it is a check
+                if key in self._running:  # otherwise it is a check
                     call, place = self._running.pop(key)
                     call.outputs[place] = output
             self._changed.notify_all()

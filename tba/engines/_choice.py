@@ -1,4 +1,4 @@
-"""How the next token is chosen: temperature, top-k, top-p, and stop strings."""
+"""Choice of the next token: temperature, top-k, top-p, and stop strings."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ def choose(
     uniform: Float[Tensor, "N R"],
     sampling: Sampling,
 ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
-    """Return R tokens of each distribution and their log-probs, which `sampling` does not change.
+    """Return R tokens of each distribution, and their log-probs before any reshaping.
 
-    The log-probs are those before `explore`, top-k and top-p, in this order. The tokens are found
-    by inverse transform sampling: for a number u in (0, 1], the first one whose cumulative
-    probability is at least u. Temperature 0 is greedy.
+    Reshaping is by `explore`, top-k and top-p, in this order. Tokens are found by inverse transform
+    sampling: for a number u in (0, 1], the first token whose cumulative probability is at least u.
+    Temperature 0 is greedy.
     """
     scaled = logits.float() / (sampling.temperature or 1.0)
     total = scaled.logsumexp(-1, keepdim=True)
@@ -34,14 +34,14 @@ def choose(
             p = (scaled * (sampling.temperature / sampling.explore)).softmax(-1)
         cumulative = _without_unlikely(p, sampling).cumsum(-1)
         found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
-        tokens = found.clamp_(max=logits.shape[-1] - 1)  # of NaN, it is behind all tokens
+        tokens = found.clamp_(max=logits.shape[-1] - 1)  # for NaN, it is past the last token
     return tokens, scaled.gather(1, tokens) - total
 
 
 def _without_unlikely(p: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
-    """Return probabilities, which need not sum to 1, with 0 for the tokens that are left out.
+    """Return unnormalised probabilities, with 0 for tokens outside top-k and top-p.
 
-    vLLM has the same order.
+    vLLM applies them in the same order.
     """
     if 0 < sampling.top_k < p.shape[-1]:
         least = p.topk(sampling.top_k).values[:, -1:]
@@ -52,7 +52,7 @@ def _without_unlikely(p: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tens
 
 
 def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
-    """Return 0 outside the smallest set of tokens that have this share of the probability."""
+    """Zero the probabilities outside the smallest set of tokens whose share is `top_p`."""
     ordered, order = p.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     outside = before >= top_p * p.sum(-1, keepdim=True)
@@ -62,8 +62,8 @@ def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
 class StopStrings:
     """Finds the responses whose newest token completes a stop string.
 
-    Few tokens of a vocabulary can be the last one of a stop string: those in `possible`. Only for
-    these, `completed` searches the text of the newest tokens.
+    Few tokens of a vocabulary can complete a stop string; `possible` marks them. Only for these,
+    `completed` searches the text of the newest tokens.
     """
 
     possible: Bool[Tensor, " V"]
@@ -81,7 +81,7 @@ class StopStrings:
         self._reach = 1 + max(len(each.encode()) for each in stop)
 
     def completed(self, tokens: np.ndarray) -> bool:
-        """Return whether there is a stop string at the end of a response that had none before."""
-        tail = tokens[-self._reach :]  # every token has a byte at least
+        """Return whether a response that had no stop string before now ends with one."""
+        tail = tokens[-self._reach :]  # every token has at least one byte
         text = decode(self._tokenizer, tail.tolist())
         return any(each in text for each in self.stop)

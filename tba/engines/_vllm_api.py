@@ -1,7 +1,7 @@
-"""vLLM 0.32 and 0.33, behind the few calls that the engine needs: the only file that imports it.
+"""The few calls to vLLM 0.32 and 0.33 that the engine needs; no other file imports vLLM.
 
-It is imported in the process that generates, once the environment is prepared. What is called here
-is the same in both versions; what will differ in a later one belongs into this file.
+It is imported in the process that generates, after the environment is prepared. All calls are the
+same in both versions; differences in later versions belong in this file.
 """
 
 import math
@@ -39,13 +39,13 @@ class Engine:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._deadline = deadline
         self._requests: dict[str, tuple[int | None, LoRARequest | None, str]] = {}
-        """Requests that run: the token that each scores, its adapter, and the weights' version."""
+        """Running requests: the token to score, the adapter, and the version of the weights."""
         self._adapters: list[LoRARequest] = []
         """Adapters that vLLM has, the newest last."""
         self._numbered = 0
 
     def add(self, key: str, request: Request) -> None:
-        """Start a request; ValueError, and nothing has changed, if it cannot be answered."""
+        """Start a request; ValueError, without any change, if vLLM rejects it."""
         adapter = self._adapters[-1] if self._adapters else None
         try:
             prompt = tokens_input(list(request.prompt))
@@ -55,29 +55,29 @@ class Engine:
         self._requests[key] = request.scored, adapter, self._engine.get_weight_version()
 
     def step(self) -> list[tuple[str, Output]]:
-        """Generate a token of each running request; return those that have ended."""
-        with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it then replaces
+        """Generate one token for each running request; return the outputs of ended ones."""
+        with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it later replaces
             results = self._engine.step()
         ended = [each for each in results if each.finished]
         return [(each.request_id, self._output(each)) for each in ended]
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-        del self._engine  # and with it weights and cache, before another engine starts
+        del self._engine  # frees weights and cache before another engine starts
 
     def sleep(self, keep: bool) -> None:
-        """Give up the cache, and the weights; `keep` a copy of them on the host.
+        """Release the memory of cache and weights; `keep` a copy of the weights on the host.
 
-        No request may run.
+        No request may be running.
         """
         self._engine.sleep(level=1 if keep else 2)
 
     def wake(self) -> None:
-        """Take the memory back, with the weights that were kept."""
+        """Allocate the memory again, with the weights that were kept."""
         self._take()
 
     def _take(self, *tags: str) -> None:
-        """Take memory back, once PyTorch has returned what the trainer no longer uses."""
+        """Allocate memory again, after PyTorch has released what the trainer no longer uses."""
         torch.cuda.empty_cache()
         self._engine.wake_up(list(tags) or None)
         if self._engine.is_sleeping() and tags != ("weights",):
@@ -86,15 +86,15 @@ class Engine:
     def wake_with(
         self, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str], version: int
     ) -> None:
-        """Take the memory back after a sleep that kept no weights, and load these."""
+        """Allocate the memory again after a sleep without `keep`, and load these weights."""
         self._take("weights")
         self.load(arrays, tied, version)
         self._take("kv_cache")
 
     def load(self, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str], version: int) -> None:
-        """Load all weights, and forget what the old ones computed, for running requests as well.
+        """Load all weights, and drop all cached states, including those of running requests.
 
-        Arrays that are `tied` to others come under the names of those.
+        `tied` maps names that are not in `arrays` to the names of the arrays that they share.
         """
         kwargs = {"arrays": arrays, "tied": tied}
         self._engine.collective_rpc("load_arrays", timeout=self._deadline, kwargs=kwargs)
@@ -103,10 +103,10 @@ class Engine:
             raise RuntimeError("the prefix cache could not be reset after a weight update")
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Begin later requests with the adapter in this folder, which is not needed afterwards.
+        """Start later requests with the adapter in this folder, which may then be deleted.
 
-        Requests that run keep their adapter; an adapter without requests is unloaded. The prefix
-        cache needs no reset, because the name of the adapter is part of its keys.
+        Running requests keep their adapter; adapters without requests are unloaded. The prefix
+        cache needs no reset, because its keys include the adapter's name.
         """
         self._numbered += 1
         adapter = adapter_request(self._numbered, version, folder)
@@ -118,7 +118,7 @@ class Engine:
         self._adapters.append(adapter)
 
     def reset_cache(self) -> bool:
-        """Empty the prefix cache. Running requests compute their tokens again."""
+        """Empty the prefix cache. Running requests recompute their tokens."""
         return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
 
     def _output(self, result: Any) -> Output:
@@ -131,7 +131,7 @@ class Engine:
         spans = [(span.start, span.version) for span in one.weight_versions]
         return Output(
             tokens=np.array(one.token_ids, np.int32),
-            logp=logp[flat.start_indices],  # at each place, the sampled token comes first
+            logp=logp[flat.start_indices],  # the sampled token comes first at each position
             finished=one.finish_reason == "stop",
             score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
             switches=tuple((at, int(new)) for at, new in spans if (at, new) != (0, version)),
@@ -139,24 +139,24 @@ class Engine:
 
 
 class InProcess(UniProcExecutor):
-    """Runs the model in this process, and opens no port for it."""
+    """Runs the model in this process, without opening a port."""
 
     gpu = 0
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        # in memory, so that nothing stays behind a killed process; open as long as it may be used
+        # in memory, so that a killed process leaves nothing behind; stays open while it may be used
         store = os.memfd_create("tba_vllm")
         return f"file:///proc/self/fd/{store}", 0, self.gpu
 
 
 class Worker:
-    """Extension of vLLM's workers, in whose processes its name imports this file."""
+    """Extension of vLLM's workers; its name makes their processes import this file."""
 
     def load_arrays(self: Any, arrays: Mapping[str, np.ndarray], tied: Mapping[str, str]) -> None:
-        """Load weights like a checkpoint's, in the dtype of the engine."""
+        """Load weights as from a checkpoint, in the engine's dtype."""
         model = self.get_model()
         dtype = self.model_config.dtype
-        SKIP_LOAD_TENSORS.add("cos_sin_cache")  # it is computed: vLLM would warn that it is missing
+        SKIP_LOAD_TENSORS.add("cos_sin_cache")  # it is computed; vLLM would warn that it is missing
         every = {**arrays, **{name: arrays[other] for name, other in tied.items()}}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
@@ -165,7 +165,7 @@ class Worker:
 
 
 def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
-    """Return the adapter with a name of its own: vLLM would take an older one of the same name."""
+    """Return the adapter with a unique name: vLLM would reuse an older one of the same name."""
     return LoRARequest(f"version {version}, number {number}", number, str(folder))
 
 
@@ -184,7 +184,7 @@ def _parameters(request: Request) -> SamplingParams:
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,  # rewards see them, too
         spaces_between_special_tokens=False,
-        logprobs=len(scored),  # beside the sampled token
+        logprobs=len(scored),  # in addition to the sampled token
         logprob_token_ids=scored or None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -195,7 +195,7 @@ def _parameters(request: Request) -> SamplingParams:
 def _undisturbed() -> Iterator[None]:
     """Undo what vLLM does to the process: it seeds generators, and replaces a torch function."""
     set_num_threads = torch.set_num_threads
-    set_num_threads(torch.get_num_threads())  # a thread has a number of its own
+    set_num_threads(torch.get_num_threads())  # the number is per thread
     try:
         with torch.random.fork_rng():
             yield

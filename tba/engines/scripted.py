@@ -78,7 +78,7 @@ class Scripted(Engine):
 
 
 def length_to_stop(text: Tokenizer, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
-    """Return the number of tokens up to the one that completes a stop string, if there is one."""
+    """Return the number of tokens up to and including the first stop string, or None."""
     if not stop:
         return None
     for length in range(1, len(tokens) + 1):

@@ -33,22 +33,22 @@ from tba.types import Completion, Sampling, Turn
 from tba.weights import Probe, Weights, load_weights
 
 DROP = 1 / 8
-"""Share of finished responses at which they are dropped from the batch; dropping costs a copy."""
+"""Share of finished responses at which they are dropped from the batch, which costs a copy."""
 IDLE = -3
 """A slot without a response."""
 SHARED = 16
-"""Tokens of all responses, as a multiple of the prompt's, up to which they share it."""
+"""Maximum tokens of all responses that share a prompt, as a multiple of the prompt's."""
 
 
 @dataclass
 class Transformers(Engine):
     """Generates up to `batch_size` responses at once; each prompt runs once for all its samples.
 
-    Each sample has random numbers of its own, which depend on the seed, the place of its prompt in
-    the call, and its own place, but not on the batch. `dtype` auto is bf16 where that is faster
-    (see `policy.autocast`), and fp32 elsewhere. Calls from several threads take turns, batch by
-    batch; `load_weights` goes first when a batch ends. With `policy.lora`, the model computes the
-    reference, too, and in the trainer's precision; `dtype` is auto.
+    Each sample has its own random numbers, which depend on the seed and on the places of its prompt
+    and itself in the call, but not on the batch. `dtype` auto is bf16 where that is faster (see
+    `policy.autocast`), and fp32 elsewhere. Calls from several threads take turns, batch by batch;
+    `load_weights` goes first when a batch ends. With `policy.lora`, the model also computes the
+    reference, in the trainer's precision; `dtype` must be auto.
     """
 
     longest_block: ClassVar[int] = 0
@@ -60,7 +60,7 @@ class Transformers(Engine):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """ValueError for a precision of its own with LoRA."""
+        """Raise ValueError if `dtype` is set with LoRA."""
         dtype = config.engine.options["dtype"]
         if config.policy.lora is not None and dtype != "auto":
             raise ValueError(
@@ -75,7 +75,7 @@ class Transformers(Engine):
         self.model = load_placed(self.policy, self.device, bf16, dtype)
         self._batches = threading.Lock()  # one batch at a time
         self._stop: StopStrings | None = None  # of the latest batch
-        self._weights = SharedLock()  # shared by the batch that runs; `load_weights` is alone
+        self._weights = SharedLock()  # shared by a running batch, exclusive for `load_weights`
 
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
@@ -90,7 +90,7 @@ class Transformers(Engine):
         return completions
 
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
-        """Sample turns with equal settings together; a context that several have runs once."""
+        """Sample turns with equal settings together; a context shared by several runs once."""
         completions: dict[int, Completion] = {}
         for contexts in _together(turns, self.text.context, self.batch_size):
             uniform = [[_uniform_of(turns[place]) for place in places] for places in contexts]
@@ -111,19 +111,19 @@ class Transformers(Engine):
 
     @contextmanager
     def lend(self) -> Iterator[None]:
-        """Hold the model between two batches, before or after a load of weights."""
+        """Hold the model between batches, while no weights are being loaded."""
         with self._batches, self._weights.shared():
             yield
 
     def _precision(self) -> torch.autocast:
-        """Return autocast, with which an adapted model computes as the trainer does."""
+        """Return the autocast context with which an adapted model matches the trainer."""
         kind = torch.device(self.device).type
         return torch.autocast(kind, torch.bfloat16, enabled=self._autocast)
 
     def _divided(
         self, lengths: Sequence[int], samples: int
     ) -> Iterator[tuple[Sequence[int], slice]]:
-        """Yield the prompts and the samples of each batch; prompts of similar length together."""
+        """Yield the prompts and the samples of each batch; prompts are sorted by length."""
         prompts = max(1, self.batch_size // samples)
         each = min(samples, self.batch_size)
         order = np.argsort(lengths, kind="stable").tolist()
@@ -133,7 +133,7 @@ class Transformers(Engine):
 
     @torch.inference_mode()
     def _gap(self, probe: Probe) -> float:
-        """Return the mean |difference| between the model's log-probs of the probe and its own."""
+        """Return the mean |difference| between the model's and the probe's log-probs."""
         tokens = np.concatenate([probe.prompt_tokens, probe.tokens])
         ids = torch.from_numpy(tokens).long().to(self.device)
         states = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
@@ -151,9 +151,9 @@ class Transformers(Engine):
         uniform: Sequence[Sequence[np.ndarray] | np.ndarray],
         sampling: Sampling,
     ) -> list[list[Completion]]:
-        """Sample responses of each prompt, choosing their tokens by uniform numbers.
+        """Sample responses to each prompt, with a sequence of uniform random numbers for each.
 
-        There is a sequence of numbers for each response. All run for as long as the longest one.
+        The length of the longest sequence is the maximum length of all responses.
         """
         own = [torch.from_numpy(numbers) for group in uniform for numbers in group]
         chance = pad_sequence(own, True, 1.0).to(self.device)
@@ -224,7 +224,7 @@ class Transformers(Engine):
 
 
 class _Drawn:
-    """Tokens of the responses of a batch, and their log-probs. `length` is 0 until they end."""
+    """Tokens and log-probs of a batch of responses. `length` is 0 until a response ends."""
 
     def __init__(self, count: int, limit: int, device: str):
         self.tokens = torch.zeros(count, limit, dtype=torch.int32, device=device)
@@ -239,7 +239,7 @@ class _Drawn:
         self.step += 1
 
     def end(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """End rows with the newest token where `ends` says so; return which rows have ended."""
+        """End the rows marked in `ends` at the newest token; return which rows have ended."""
         length = self.length[rows]
         self.length[rows] = torch.where(ends & (length == 0), self.step, length).int()
         return self.ended(rows)
@@ -264,9 +264,9 @@ class _Drawn:
 
 
 def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list[int]]]:
-    """Yield the places of turns that run together, at most so many, by context.
+    """Yield the places of at most `most` turns that run together, grouped by context.
 
-    All run for as many tokens as the longest of them may, for which each context leaves room.
+    All run up to the largest `max_tokens` among them, for which every context has room.
     """
     together: defaultdict[Sampling, defaultdict[bytes, list[int]]]
     together = defaultdict(lambda: defaultdict(list))
@@ -288,12 +288,12 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
 
 
 def _uniform_of(turn: Turn) -> Float[np.ndarray, " T"]:
-    """Return the random numbers in (0, 1] of a turn."""
+    """Return a turn's random numbers in (0, 1]."""
     return 1 - np.random.default_rng(turn.seed).random(turn.sampling.max_tokens, np.float32)
 
 
 def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:
-    """Return the random numbers in (0, 1] of the samples of the prompt at a place of the call."""
+    """Return random numbers in (0, 1] for the samples of the prompt at this place of a call."""
     rng = np.random.default_rng([seed, place])
     return 1 - rng.random((sampling.samples, sampling.max_tokens), np.float32)
 
@@ -301,7 +301,7 @@ def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S 
 def run_prompts(
     model: Any, ids: Int[Tensor, "B P"], real: Int[Tensor, "B P"]
 ) -> tuple[Float[Tensor, "B D"], Any]:
-    """Return the last hidden state of each prompt, padded on the left, and the cache of all."""
+    """Return the last hidden state of each left-padded prompt, and the cache."""
     out = model.base_model(
         input_ids=ids, attention_mask=real, position_ids=positions(real), use_cache=True
     )
@@ -311,11 +311,11 @@ def run_prompts(
 def decoder(
     model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"], limit: int
 ) -> "Copied | Shared":
-    """Return the decoder of so many responses to each prompt, of up to `limit` tokens.
+    """Return the decoder of `counts` responses to each prompt, of up to `limit` tokens.
 
-    Sharing the prompt in the cache costs attention over all responses to it. Responses that have
-    more than SHARED times the prompt's tokens in all get a copy of the prompt each, and so do those
-    of which one prompt has many more than others.
+    Sharing the prompt in the cache costs attention over all responses to it. Each response gets a
+    copy of the prompt if responses may exceed SHARED times the prompt's tokens in total, or if one
+    prompt has many more responses than others.
     """
     most = int(counts.max())
     short = most * limit <= SHARED * real.shape[1]
@@ -326,12 +326,12 @@ def decoder(
 
 
 def _prompt_of(counts: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
-    """Return the prompt of each response, by how many responses prompts have."""
+    """Return the prompt of each response, given the number of responses to each prompt."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
 class Copied:
-    """Responses with a copy of their prompt's keys and values each."""
+    """Responses that each have a copy of their prompt's keys and values."""
 
     def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"]):
         self.model = model
@@ -340,7 +340,7 @@ class Copied:
         self.real = real.repeat_interleave(counts, 0)
 
     def keep(self, kept: Int[Tensor, " M"]) -> None:
-        """Drop all responses but these, by their place among those that are left."""
+        """Keep only these responses; `kept` are places among the current ones."""
         self.real = self.real[kept]
         self.cache.batch_select_indices(kept)
 
@@ -358,10 +358,10 @@ class Copied:
 
 
 class Shared:
-    """Responses in one row with their prompt: each sees the prompt and its own tokens only.
+    """Responses in one row with their prompt: each sees only the prompt and its own tokens.
 
-    A row has a slot for each of its responses that has not ended; where it has fewer than other
-    rows, slots are idle. Each step adds a column for every slot to the cache.
+    A row has a slot for each of its unfinished responses; if it has fewer than other rows, some
+    slots are idle. Each step adds a column for every slot to the cache.
     """
 
     def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"]):
@@ -383,7 +383,7 @@ class Shared:
         self._place()
 
     def _place(self) -> None:
-        """Give each response a slot of its prompt's row; responses are in the prompts' order."""
+        """Give each response a slot in its prompt's row; responses are sorted by prompt."""
         counts = self.prompt.bincount(minlength=len(self.sees))
         first = counts.cumsum(0) - counts
         slot = torch.arange(len(self.prompt), device=first.device) - first[self.prompt]

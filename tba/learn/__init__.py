@@ -17,7 +17,7 @@ class TrainerSizes:
 
     parameters: int
     trained: int
-    """Parameters that are trained: all, or those of an adapter."""
+    """Trainable parameters: all, or only the adapter's."""
     published_bytes: int
     """Bytes of one publication of the weights."""
 
@@ -27,14 +27,14 @@ class Trainer(Protocol):
 
     @property
     def computes_in_bf16(self) -> bool:
-        """Return whether passes run in bf16. Searchers then compute alike, or log-probs differ."""
+        """Return whether passes run in bf16; searchers must match, or log-probs differ."""
 
     @property
     def sizes(self) -> TrainerSizes:
         """Sizes of the model."""
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Take one step on the mean loss of the groups; StepError before any weight has changed."""
+        """Take one step on the mean loss of the groups; on StepError, no weight has changed."""
 
     def send(self, version: int) -> Sent:
         """Send the weights to all searchers, with their probe."""
@@ -42,42 +42,42 @@ class Trainer(Protocol):
     def copy(self, version: int) -> Callable[[], Sent]:
         """Copy the weights now and return the function that sends them, with their probe.
 
-        That function may run in another thread while the trainer goes on.
+        The function may run in another thread while training continues.
         """
 
     def reference(self, version: int) -> Sent:
-        """Send the weights in fp32, to compute log-probs with as the trainer does."""
+        """Send the weights in fp32, so that log-probs are computed as in the trainer."""
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the whole state now and return the function that writes it into `folder`.
 
-        That function may run in another thread while the trainer goes on. It writes the model as
-        a Hugging Face folder `model/`, without the tokenizer.
+        The function may run in another thread while training continues. It writes the model as a
+        Hugging Face folder `model/`, without the tokenizer.
         """
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote; ValueError, before any change, for another model's."""
+        """Restore a state that `save` wrote; ValueError, before any change, for another model."""
 
 
 class WrongReference(ValueError):
-    """In the first step, policy and reference are not the same model; no weight has changed."""
+    """Policy and reference differ in the first step; no weight has changed."""
 
 
 class TrainerLost(RuntimeError):
-    """A rank of the trainer has died, has failed, or is late; all ranks have ended.
+    """A rank of the trainer has died, failed or timed out; all ranks have ended.
 
-    Nothing can be saved: the run goes on from its newest checkpoint.
+    Nothing can be saved: the run continues from its newest checkpoint.
     """
 
 
 @contextmanager
 def unchanged(step: int) -> Iterator[None]:
-    """Surround the part of a step before a weight changes: errors in it are StepErrors."""
+    """Wrap the part of a step before any weight changes: errors in it become StepError."""
     try:
         yield
     except (StepError, WrongReference):
         raise
-    except Exception as error:  # of an objective or a strategy, or of a device without memory
+    except Exception as error:  # from an objective or a strategy, or out of memory
         line = extract_tb(error.__traceback__)[-1]
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         why = f"{kind}{str(error).strip().partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""Checks of a policy before its first step, and of losses; programs that layers are compiled to."""
+"""Checks of a policy before its first step and of losses; warm-up of compiled layers."""
 
 from collections.abc import Container, Sequence
 from typing import Any
@@ -16,26 +16,26 @@ from tba.objectives import Loss
 from tba.types import TokenBatch, collate_tokens
 
 OWN = ("loss", "step", "time", "requested")
-"""Names in a row of metrics that an objective cannot give to its own."""
+"""Names of metrics that an objective cannot use."""
 SHORT = 16
-"""Tokens of a short response."""
+"""Tokens of a short prompt or response."""
 
 PROMPT = 11
 SHORTER = 7
 SAMPLES = 11
 RESPONSE = {"cpu": 8, "cuda": 128}
-"""Tokens of the two prompts of a warm-up, responses to each, and their tokens."""
+"""Warm-up: tokens of the two prompts, responses to each, and tokens of a response by device."""
 
 
 @torch.no_grad()
 def check_lengths(
     policy: Policy, prompts: Sequence[np.ndarray], max_tokens: int, samples: bool
 ) -> None:
-    """Raise ValueError unless log-probs are those of single sequences without padding.
+    """Raise ValueError if log-probs in a batch differ from those of single, unpadded sequences.
 
-    The prompts are the shortest and the longest of a run, so that positions that depend on the
-    length of a sequence, or of others in its batch, show here. If the engine `samples` with the
-    same model, prompts are shared there, whatever the policy does.
+    `prompts` are the shortest and the longest of a run. They reveal positions that depend on the
+    length of a sequence or of others in its batch. An engine that `samples` with the same model
+    shares prompts even if the policy does not, so that layout is checked, too.
     """
     limit = LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32
     ends = [prompt[-SHORT:] for prompt in prompts]  # short rows may be packed
@@ -54,14 +54,14 @@ def check_lengths(
                     f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
                     f" whole batch; {advice}"
                 )
-    with policy.precision():  # ranks have no numbers before
+    with policy.precision():  # on ranks, weights were not loaded before
         check_logits(policy.model)
 
 
 def _gap(
     policy: Policy, prompts: Sequence[np.ndarray], tokens: int, layout: Layout | None
 ) -> float:
-    """Return the mean difference, the larger of two, between responses in a batch and alone."""
+    """Return the mean difference of log-probs in a batch and alone, the larger of two."""
     longer = np.resize(np.concatenate(prompts), tokens)
     responses = [longer, longer[: min(SHORT, (tokens + 1) // 2)]]
     logp = policy(collate_tokens(prompts, [responses, responses[::-1]]), layout).logp[:, 1]
@@ -69,7 +69,7 @@ def _gap(
     for prompt, response, row in zip(prompts, responses[::-1], logp, strict=True):
         alone = _alone(policy, prompt, response)
         gaps.append(float((row[: len(alone)] - alone).abs().mean()))
-    return float(np.max(gaps))  # NaN if one is
+    return float(np.max(gaps))  # NaN if either is
 
 
 def _alone(policy: Policy, prompt: np.ndarray, response: np.ndarray) -> Float[Tensor, " T"]:
@@ -82,16 +82,16 @@ def _alone(policy: Policy, prompt: np.ndarray, response: np.ndarray) -> Float[Te
 
 
 def warm_up(policy: Policy, context: int) -> None:
-    """Compile all programs of a policy's layers; ValueError if they cannot be compiled.
+    """Compile a policy's layers; ValueError if they cannot be compiled.
 
-    A program adds up numbers in an order that depends on the sizes it was compiled for, and a
-    resumed run would meet others first. Therefore the sizes are always the same, and no program is
-    added later: what none of them covers, such as a pass over a single prompt, runs without.
+    The order of sums in a compiled graph depends on the sizes it was compiled for, and a resumed
+    run would see other sizes first. Therefore layers are compiled for fixed sizes, and never again:
+    inputs that no graph covers, such as a single prompt, run without compilation.
     """
     layouts: tuple[Layout, ...] = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
     torch.compiler.set_stance("default")
     shapes: Any = torch.fx.experimental._config
-    equal_by_chance = shapes.patch(use_duck_shape=False)  # sizes that are stay apart
+    equal_by_chance = shapes.patch(use_duck_shape=False)  # equal sizes are not assumed equal
     try:
         with torch._dynamo.config.patch(recompile_limit=64), equal_by_chance:
             for shorter in (PROMPT, SHORTER):  # without padding, some attention takes no mask
@@ -108,7 +108,7 @@ def warm_up(policy: Policy, context: int) -> None:
 
 
 def _compare_compiled(policy: Policy, batch: TokenBatch, layout: Layout) -> None:
-    """Run forward and back; RuntimeError if log-probs differ from those without compilation."""
+    """Run forward and backward; RuntimeError if log-probs differ from uncompiled ones."""
     compiled = policy(batch, layout).logp
     compiled.sum().backward()
     with torch.no_grad():  # layers are compiled for passes with gradients only
@@ -118,7 +118,7 @@ def _compare_compiled(policy: Policy, batch: TokenBatch, layout: Layout) -> None
 
 
 def _warm_up_batch(policy: Policy, context: int, shorter: int) -> TokenBatch:
-    """Return random responses to two prompts, always the same."""
+    """Return fixed random responses to two prompts."""
     vocabulary = policy.model.config.get_text_config().vocab_size
     tokens = min(RESPONSE[policy.device.type], context - PROMPT)
     rng = np.random.default_rng(0)
@@ -130,7 +130,7 @@ def _warm_up_batch(policy: Policy, context: int, shorter: int) -> TokenBatch:
 def checked_loss(objective: str, returned: Any, groups: int, taken: Container[str]) -> Loss:
     """Return the loss and the metrics that an objective returned; ValueError if one is wrong.
 
-    Each has one number for each of the groups. A metric's name is not `taken` by another.
+    Each must have one number per group. Names of metrics must not be in `taken`.
     """
     name = f"objective {objective}"
     shape = (groups,)
@@ -149,5 +149,5 @@ def checked_loss(objective: str, returned: Any, groups: int, taken: Container[st
             )
     for key in metrics:
         if key in OWN or key in taken or key.startswith("eval/"):
-            raise ValueError(f"{name}: {key} is a metric of the run's own; return it as x/{key}")
+            raise ValueError(f"{name}: {key} is already a metric of the run; return it as x/{key}")
     return loss, metrics

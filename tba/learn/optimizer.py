@@ -1,4 +1,4 @@
-"""AdamW in the precisions of `trainer.optimizer` and `trainer.weights`, and its learning rate."""
+"""AdamW for `trainer.optimizer` and `trainer.weights`, and its learning-rate schedule."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,19 +12,19 @@ from tba.learn.policy import Policy
 from tba.weights import trained
 
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256}
-"""Bytes of the moments of a parameter, by `trainer.optimizer`."""
+"""Bytes of AdamW's moments per parameter, by `trainer.optimizer`."""
 
 REST = "rest"
-"""Name of the 16 bits of a weight in fp32 that are not in bf16, beside the moments."""
+"""Key in the optimizer's state of the low 16 bits of an fp32 weight, which bf16 drops."""
 
 
 class Split(Optimizer):
-    """Optimizer for weights in bf16, which loses no change: its state has their other 16 bits.
+    """Optimizer for bf16 weights that loses no update: its state holds their low 16 bits.
 
-    Together, both are the weight in fp32, of which bf16 is the nearest number. Each step is that of
-    the class beside this one, with one parameter at a time in fp32. The 16 bits begin at random. If
-    all weights began at numbers of bf16, none would be another one before its changes are half of
-    the distance to the next; so the mean change of weights in bf16 is that in fp32.
+    Both together are an fp32 weight, of which bf16 is the nearest number. Each step is taken by the
+    other base class, with one parameter at a time in fp32. The low bits are initialised at random:
+    the mean change of bf16 weights then equals that in fp32. If all weights started at bf16
+    numbers, none would change before its updates added up to half the distance to the next one.
     """
 
     @torch.no_grad()
@@ -35,7 +35,7 @@ class Split(Optimizer):
                 if weight.grad is None:
                     continue
                 state = self.state.pop(weight, {})
-                exact = weight  # the head of an objective is in fp32
+                exact = weight  # an objective's head is in fp32
                 if weight.dtype == torch.bfloat16:
                     rest = state.pop(REST) if REST in state else _random_rest(weight)
                     exact = nn.Parameter(_joined(weight, rest))
@@ -54,37 +54,37 @@ class SplitAdamW(Split, torch.optim.AdamW):
 
 
 def _random_rest(weight: Tensor) -> Tensor:
-    """Return bits of which each number in fp32 that is rounded to a weight has equal chances."""
-    from torch.distributed.tensor import DTensor  # half a second that only a trainer needs
+    """Return random low bits: all fp32 numbers that round to a weight are equally likely."""
+    from torch.distributed.tensor import DTensor  # slow to import (.5 s), and only trainers need it
 
     rest = torch.zeros_like(weight, dtype=torch.int16)
     own = rest.to_local() if isinstance(rest, DTensor) else rest
     own.random_(-0x8000, 0x8000)
-    return rest * (weight != 0)  # below 0 in bits is not a number
+    return rest * (weight != 0)  # 0 with negative low bits would be NaN
 
 
 def _joined(weight: Tensor, rest: Tensor) -> Tensor:
-    """Return a weight in fp32, from the nearest number of bf16 and the rest of its bits."""
+    """Return the fp32 weight with this bf16 part and these low bits."""
     bits = weight.view(torch.int16).int()
     return bits.bitwise_left_shift_(16).add_(rest).view(torch.float32)
 
 
 def _divide(exact: Tensor, weight: Tensor) -> Tensor:
-    """Round `exact` to `weight` in bf16, halves away from 0, and return the rest of its bits."""
+    """Round `exact` to the bf16 `weight`, ties away from 0, and return the low bits."""
     bits = exact.view(torch.int32)
-    high = (bits + 0x8000).bitwise_right_shift_(16)  # `>>` would do nothing to a rank's part
+    high = (bits + 0x8000).bitwise_right_shift_(16)  # `>>` has no effect on a DTensor
     weight.copy_(high.short().view(torch.bfloat16))
     return (bits - high.bitwise_left_shift_(16)).short()
 
 
 class Sums:
-    """Sums of gradients over micro-batches, with eight bits more than bf16, which loses small ones.
+    """Gradients summed over micro-batches with 8 bits more than bf16, which loses small ones.
 
-    A hook adds the gradient of a weight in bf16 as soon as it is complete.
+    A hook adds the gradient of each bf16 weight as soon as it is complete.
     """
 
     def __init__(self, weights: Iterable[Tensor]):
-        self.parts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # in bf16, and the bits behind that
+        self.parts: dict[Tensor, tuple[Tensor, Tensor]] = {}  # bf16 sum, and the next 8 bits
         for weight in weights:
             if weight.dtype == torch.bfloat16:
                 weight.register_post_accumulate_grad_hook(self._add)
@@ -104,7 +104,7 @@ class Sums:
         return (high.float().view(torch.int32) + low.int() * 256).view(torch.float32) + new
 
     def clip(self, weights: Iterable[Tensor], limit: float) -> float:
-        """Fill `grad`, scaled to a norm of at most `limit` together; return the norm before."""
+        """Fill `grad`, clipped to a total norm of `limit`; return the norm before clipping."""
         weights = list(weights)
         if not self.parts:
             return torch.nn.utils.clip_grad_norm_(weights, limit).item()
@@ -118,7 +118,7 @@ class Sums:
 
 
 def build_optimizer(policy: Policy, settings: TrainerTable) -> Optimizer:
-    """Return the optimizer of all that is trained; an objective's head has a rate of its own."""
+    """Return the optimizer of all trained parameters; an objective's head has its own rate."""
     groups: list[dict[str, Any]] = [{"params": list(trained(policy.model).values())}]
     if policy.head is not None and policy.readout is not None:
         rate = policy.head.learning_rate
@@ -130,7 +130,7 @@ def build_optimizer(policy: Policy, settings: TrainerTable) -> Optimizer:
         from bitsandbytes.optim import AdamW8bit
 
         class SplitAdamW8bit(Split, AdamW8bit):
-            """AdamW with moments in 8 bits for weights in bf16."""
+            """AdamW for weights in bf16, with moments in 8 bits."""
 
         kind: Any = SplitAdamW8bit if settings.weights == "bf16" else AdamW8bit
         return kind(groups, rate, betas=betas, weight_decay=decay)
@@ -140,7 +140,7 @@ def build_optimizer(policy: Policy, settings: TrainerTable) -> Optimizer:
 
 
 def learning_rate(optimizer: Optimizer, settings: TrainerTable, steps: int) -> Any:
-    """Return the schedule of transformers that `settings` names, whose warm-up begins at 0."""
+    """Return the transformers schedule that `settings` names; its warm-up begins at 0."""
     from transformers import get_scheduler
 
     name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule

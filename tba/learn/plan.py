@@ -1,4 +1,4 @@
-"""The plan of a forward pass: how a batch is divided, and the layout in which the model runs."""
+"""Plan of a forward pass: how a batch is divided, and the layout of the model's input."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +14,16 @@ from tba.models.cache import EVERYONE, NOBODY, positions
 from tba.types import AnyBatch, TokenBatch
 
 Layout = Literal["packed", "cached", "plain"]
-"""Packed: prompt and responses in one row; cached: the prompt once before them; plain: a row for
-each response, or each of its contexts, with the prompt in front of the first."""
+"""packed: a prompt and its responses in one row; cached: the prompt first, then the responses with
+its cache; plain: a row per response, or per context, with the prompt before the first context."""
 
 PASS_TOKENS = 96
 """Approximate cost of one more pass through the model, in tokens."""
 
 PACKED_TOKENS = 256
-"""Longest row to pack: attention compares all of its responses."""
+"""Maximum length of a packed row: attention is computed between all of its responses."""
 PACKED_PADDING = 0.25
-"""Largest share of packed rows that may be padding."""
+"""Maximum share of padding in packed rows."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +32,33 @@ class Plan:
 
     layout: Layout
     batch: TokenBatch
-    """The batch with only the first of the responses that are alike; the others have no tokens."""
+    """The batch without duplicates: of equal responses, only the first has tokens."""
     alike: Int[Tensor, "B K"]
     """For each response, the first one in its group with equal tokens and masks."""
     passes: Sequence[Sequence[int]]
-    """If cached: the responses, numbered from 0 to B K - 1, that run together."""
+    """If cached: the responses of each pass, numbered from 0 to B K - 1."""
     tokens: int
-    """Tokens that the model runs over."""
+    """Tokens that the model processes."""
     padding: int
-    """Tokens of these that are padding."""
+    """Padding among these tokens."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Passes of one micro-batch that all ranks make together."""
+    """Passes over one micro-batch that all ranks run together."""
 
     layout: Layout | None = None
-    """None: the fastest one for the rank, which is alone."""
+    """None: the fastest one, if there is a single rank."""
     passes: int = 0
-    """Passes over responses, after the prompts' own, if the layout is `cached`; else 0."""
+    """Passes over responses, after the one over prompts, if the layout is `cached`; else 0."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Micro-batches that all ranks run at the same time: each takes part in every collective."""
+    """Micro-batches that run at the same time; every rank takes part in every collective."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Groups of the batch that each rank runs; none: it takes part without a group."""
+    """Groups of the batch that each rank runs; a rank with none runs a filler."""
     shapes: tuple[Shape, ...]
     """Shape of each piece of the groups' responses, in order."""
 
@@ -66,11 +66,11 @@ class Slot:
 def slots(
     batch: TokenBatch, token_budget: int, ranks: int, share_prompt: bool, can_pack: bool
 ) -> list[Slot]:
-    """Divide a batch into whole groups for each rank, and those into what runs at the same time.
+    """Divide a batch into whole groups for each rank, and these into slots.
 
-    The longest groups go to the least loaded ranks first. Ranks whose layers are sharded must make
-    the same passes in the same order, or they wait for each other for ever: a rank with fewer
-    pieces or passes than another one makes empty ones.
+    The longest groups go to the least loaded ranks first. Ranks whose layers are sharded must run
+    the same passes in the same order, or they deadlock: a rank with fewer pieces or passes than
+    another one runs empty ones.
     """
     if ranks == 1:
         alone = []
@@ -95,7 +95,7 @@ def slots(
 
 
 def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
-    """Return the shape that fits all of these: packed if each of them would be."""
+    """Return a shape that fits all of these plans: packed only if each of them is."""
     layouts = {plan.layout for plan in plans}
     if "plain" in layouts:
         return Shape("plain", 0)
@@ -109,7 +109,7 @@ def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
 
 
 def _shares(batch: TokenBatch, ranks: int, share_prompt: bool) -> list[list[int]]:
-    """Return the groups of each rank: the longest first, to the rank with the fewest tokens."""
+    """Assign groups to ranks: the longest first, each to the rank with the fewest tokens."""
     costs = [cost(batch, [b], share_prompt) for b in range(len(batch))]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
@@ -123,7 +123,7 @@ def _shares(batch: TokenBatch, ranks: int, share_prompt: bool) -> list[list[int]
 def _items(
     batch: TokenBatch, own: Sequence[int], token_budget: int, share_prompt: bool
 ) -> list[list[int]]:
-    """Divide the groups of a rank into micro-batches, those of most pieces and tokens first."""
+    """Divide a rank's groups into micro-batches, sorted by pieces and tokens, most first."""
     if not own:
         return []
     parts = chunks(batch.groups(own), token_budget, share_prompt)
@@ -137,7 +137,7 @@ def _items(
 
 
 def imbalance(batch: TokenBatch, slots: Sequence[Slot], share_prompt: bool) -> float:
-    """Return by how much the rank with the most tokens has more than the mean."""
+    """Return the excess of the most loaded rank's tokens over the mean, relative to the mean."""
     tokens = np.zeros(len(slots[0].groups))
     for slot in slots:
         tokens += [cost(batch, own, share_prompt) if own else 0 for own in slot.groups]
@@ -145,7 +145,7 @@ def imbalance(batch: TokenBatch, slots: Sequence[Slot], share_prompt: bool) -> f
 
 
 def chunks(batch: TokenBatch, token_budget: int, share_prompt: bool) -> Iterator[list[int]]:
-    """Yield the groups of each micro-batch: at most `token_budget` tokens of them if possible."""
+    """Yield the groups of each micro-batch, with at most `token_budget` tokens if possible."""
     part: list[int] = []
     # groups of similar length together: less padding
     for b in torch.argsort(batch.present.sum(-1).amax(1), stable=True).tolist():
@@ -172,7 +172,7 @@ def pieces(batch: AnyBatch, token_budget: int, share_prompt: bool) -> Iterator[A
 
 
 def filler(batch: AnyBatch) -> AnyBatch:
-    """Return the shortest response of the batch, which a rank without a group runs."""
+    """Return the shortest response of the batch, for ranks without a group."""
     lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
     group, sample = divmod(int(lengths.argmin()), batch.samples)
     shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
@@ -180,9 +180,9 @@ def filler(batch: AnyBatch) -> AnyBatch:
 
 
 def cost(batch: TokenBatch, groups: Sequence[int], share_prompt: bool) -> int:
-    """Return the tokens that the policy runs over for these groups.
+    """Return the number of tokens that the policy processes for these groups.
 
-    Each prompt counts once, and once more for each response if these have rows of their own.
+    Each prompt counts once, and once more for each response if responses have separate rows.
     """
     longest = int(batch.prompt_mask[list(groups)].sum(-1).max())
     apart = not share_prompt or bool(batch.restarts[list(groups)].any())
@@ -197,16 +197,16 @@ def plan_of(
     layout: Layout | None = None,
     passes_to_make: int = 0,
 ) -> Plan:
-    """Return the plan of a batch, in the fastest layout that is possible unless one is given.
+    """Return the plan of a batch, by default in the fastest possible layout.
 
-    If there are fewer passes than `passes_to_make`, empty ones follow.
+    Empty passes are added until there are `passes_to_make`.
     """
     if batch.restarts.any():
         layout = "plain"
     alike = first_alike(batch)
     is_first = alike == torch.arange(batch.samples)
     distinct = replace(batch, mask=batch.mask & is_first[..., None])
-    # a response of T tokens runs over T - 1: the last one predicts nothing
+    # a response of T tokens has T - 1 inputs: the last token predicts nothing
     lengths = distinct.present[..., 1:].sum(-1)
     real = int(batch.prompt_mask.sum() + lengths.sum())
     packed = len(batch) * (batch.prompt_mask.shape[1] + int(lengths.sum(1).max()))
@@ -236,17 +236,17 @@ def plan_of(
 
 
 def first_alike(batch: TokenBatch) -> Int[Tensor, "B K"]:
-    """Return for each response the first one in its group with equal tokens and masks."""
+    """Return, for each response, the first one in its group with equal tokens and masks."""
     coded = (4 * batch.tokens + 2 * batch.restarts + batch.mask).masked_fill(~batch.present, -1)
     alike = (coded[:, :, None] == coded[:, None]).all(-1)
     return alike.int().argmax(-1)
 
 
 def _passes(lengths: Int[np.ndarray, " N"]) -> list[list[int]]:
-    """Divide responses into those that run together, by the tokens that each runs over.
+    """Divide responses into passes, given the number of input tokens of each.
 
-    Responses of similar length do, so that few tokens are padding. This is the division with the
-    fewest tokens if each pass counts as PASS_TOKENS more.
+    Responses of similar length run together, to avoid padding. The division minimises the total
+    number of tokens, where each pass costs PASS_TOKENS more.
     """
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     longest = lengths[order]
@@ -279,9 +279,9 @@ class Packed:
 
 
 def pack(batch: TokenBatch) -> Packed:
-    """Put the responses of each group one after the other, behind their prompt."""
+    """Concatenate each prompt and all of its responses."""
     b, width = batch.prompt_mask.shape
-    row, sample, offset = batch.present[..., 1:].nonzero(as_tuple=True)  # of all but the last ones
+    row, sample, offset = batch.present[..., 1:].nonzero(as_tuple=True)  # not the last tokens
     count = row.bincount(minlength=b)
     column = width + torch.arange(len(row)) - (count.cumsum(0) - count)[row]
     ids = torch.zeros(b, width + int(count.max()), dtype=torch.long)
@@ -293,7 +293,7 @@ def pack(batch: TokenBatch) -> Packed:
     position = torch.zeros_like(ids)
     position[:, :width] = positions(batch.prompt_mask)
     position[row, column] = batch.prompt_mask.sum(1)[row] + offset
-    followed = batch.mask[row, sample, offset + 1]  # by a token that was sampled
+    followed = batch.mask[row, sample, offset + 1]  # by a sampled token
     row, sample, offset, column = (each[followed] for each in (row, sample, offset, column))
     # a prompt's last state predicts the first token of each response
     first, of = batch.mask[..., 0].nonzero(as_tuple=True)
@@ -318,9 +318,9 @@ class Contexts:
 
 
 def cut(batch: TokenBatch) -> Contexts:
-    """Cut responses where a new context begins. The first one of each follows the prompt.
+    """Divide responses into contexts. The first context of each response follows the prompt.
 
-    A context without a sampled token is left out: nothing depends on it.
+    Contexts without a sampled token are dropped: nothing depends on them.
     """
     k, t = batch.tokens.shape[1:]
     pairs = zip(batch.prompt_tokens, batch.prompt_mask, strict=True)

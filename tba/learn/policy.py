@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM as a policy: the one place where logits become log-probabilities."""
+"""A Hugging Face causal LM as a policy: the only place where logits become log-probabilities."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,33 +23,33 @@ from tba.objectives import Head
 from tba.types import TokenBatch
 
 SLOPES_AT_ONCE = 2**26
-"""Numbers in a block of gradients of the logits. A block costs one product for the weight."""
+"""Elements in a block of gradients of the logits; each block adds one matmul for the weight."""
 
 ROWS_AT_ONCE = 2**13
-"""Rows of the weight's gradient that are computed at one time."""
+"""Rows of the weight's gradient that are computed at once."""
 
 
 class Output(NamedTuple):
-    """Results of a policy on a batch: a tuple, because hooks on modules look for tensors there."""
+    """Output of a policy for a batch: a tuple, because module hooks look for tensors in tuples."""
 
     logp: Float[Tensor, "B K T"]
-    """Log-probabilities of the tokens that were sampled; 0 elsewhere."""
+    """Log-probabilities of the sampled tokens; 0 elsewhere."""
     entropy: Float[Tensor, "B K T"]
     """Detached; 0 elsewhere."""
     head: Tensor | None
-    """Output of the objective's head, if it has one: [B K T] or [B]."""
+    """Output of the objective's head: [B K T] or [B]; None without a head."""
     tokens: int
-    """Tokens that the model ran over."""
+    """Tokens that the model processed."""
     padding: int
-    """Tokens of these that were padding."""
+    """Padding among these tokens."""
 
     def differentiable(self) -> list[Tensor]:
-        """Return what a loss depends on."""
+        """Return the tensors that a loss depends on."""
         return [self.logp] if self.head is None else [self.logp, self.head]
 
 
 class Hidden(NamedTuple):
-    """Hidden states of the prompts, and those that predict the sampled tokens of responses."""
+    """Hidden states of the prompts, and the states that predict sampled response tokens."""
 
     prompt: Float[Tensor, "B P D"]
     states: Float[Tensor, "M D"]
@@ -78,12 +78,12 @@ class Policy(nn.Module):
         self.autocast = autocast
         self.share_prompt = share_prompt
         self.readout = None
-        if head is not None:  # it starts at 0, without using the random state
+        if head is not None:  # starts at 0, and draws no random numbers
             width = model.get_output_embeddings().weight.shape[1]
             self.readout = nn.utils.skip_init(nn.Linear, width, 1, device=self.device)
             nn.init.zeros_(self.readout.weight)
             nn.init.zeros_(self.readout.bias)
-        if self.device.type != "meta":  # else when the model has numbers
+        if self.device.type != "meta":  # else after the weights are loaded
             with self.precision():
                 check_logits(self.model)
 
@@ -104,10 +104,10 @@ class Policy(nn.Module):
     ) -> Output:
         """Return log-probability and entropy at each sampled token, and the head's output.
 
-        Responses of a group that are alike run once. Indices come from the batch on the CPU, so
-        that nothing waits for the GPU. All layouts give the same; by default, it is the fastest
-        that `share_prompt` allows. The temperature is the policy's unless another one is given. In
-        the cached layout, there are at least so many `passes` over responses.
+        Equal responses of a group run once. Indices are computed from the batch on the CPU, so that
+        nothing waits for the GPU. All layouts give the same result; the default is the fastest that
+        `share_prompt` allows. The default temperature is the policy's. The cached layout runs at
+        least `passes` passes over responses.
         """
         plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout, passes)
         runs = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
@@ -130,15 +130,15 @@ class Policy(nn.Module):
         )
 
     def _here(self, values: Tensor) -> Tensor:
-        """Return values of the CPU on the device; the CPU does not wait for a GPU to copy them."""
+        """Copy values from the CPU to the device, without waiting for a GPU."""
         return values.to(self.device, non_blocking=True)
 
     def precision(self) -> torch.autocast:
-        """Return a block in which the model computes in bf16, if it shall."""
+        """Return the policy's autocast context: bf16, or disabled."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
     def _read(self, hidden: Hidden, batch: TokenBatch, places: Tensor) -> Tensor | None:
-        """Return the head's output. Its input is divided by sqrt(D): the same rate at any width."""
+        """Return the head's output. Dividing its input by sqrt(D) lets one rate fit any width."""
         if self.head is None or self.readout is None:
             return None
         scale = hidden.states.shape[-1] ** 0.5
@@ -186,7 +186,7 @@ class Policy(nn.Module):
     def _following(
         self, batch: TokenBatch, rows: Sequence[int], cache: Any
     ) -> tuple[Float[Tensor, "M D"], Int[Tensor, " M"]]:
-        """Return the states before these responses' sampled tokens, and the places of those.
+        """Return the states that predict these responses' sampled tokens, and the tokens' places.
 
         Without responses, one token runs, and no state is returned.
         """
@@ -211,7 +211,7 @@ class Policy(nn.Module):
         return states, chosen[row] * t + column + 1
 
     def _plain(self, plan: Plan) -> Hidden:
-        """Run a row for each response, or each of its contexts, and for each prompt."""
+        """Run a row for each prompt and for each response, or each context of a response."""
         batch = plan.batch
         contexts = cut(batch)
         real = self._here(contexts.real)
@@ -228,7 +228,7 @@ class Policy(nn.Module):
 
 
 def _of_alike(values: Float[Tensor, "B K T"], alike: Int[Tensor, "B K"]) -> Float[Tensor, "B K T"]:
-    """Return for each response the values of the first equal one."""
+    """Return, for each response, the values of the first equal one."""
     index = alike.to(values.device, non_blocking=True)[..., None].expand_as(values)
     return values.gather(1, index)
 
@@ -242,9 +242,9 @@ def _padded(values: Float[Tensor, " M"], places: Tensor, batch: TokenBatch) -> T
 def token_logp(
     model: Any, hidden: Float[Tensor, "M D"], tokens: Int[Tensor, " M"], temperature: float
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-    """Return the log-probability of each token after these states, and the entropy there.
+    """Return the log-probability of each token given its state, and the entropy.
 
-    The head runs a chunk at a time, and again on the way back if there are several chunks.
+    The LM head runs in chunks; if there are several, they are recomputed in the backward pass.
     """
     size = states_at_once(model)
     head = model.get_output_embeddings()
@@ -266,7 +266,7 @@ def token_logp(
 def _chunk_logp(
     model: Any, hidden: Tensor, tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the same as `token_logp` for one chunk and any head."""
+    """Compute `token_logp` for one chunk and any head."""
     every = torch.log_softmax(logits_of(model, hidden).float() / temperature, -1)
     entropy = torch.special.entr(every.detach().exp()).sum(-1)
     return every.gather(1, tokens[:, None]).squeeze(1), entropy
@@ -275,8 +275,8 @@ def _chunk_logp(
 class TokenLogp(torch.autograd.Function):
     """Log-probability of each token under softmax(h W' / temperature), and the entropy.
 
-    The logits of a chunk are dropped and computed again on the way back. Unlike with a checkpoint,
-    only one product and one softmax are repeated, the weight's gradient is one product for several
+    The logits of a chunk are dropped and recomputed in the backward pass. Unlike with a checkpoint,
+    only one matmul and one softmax are repeated, the weight's gradient is one matmul for several
     chunks, and its dtype is converted once. The entropy has no gradient.
     """
 
@@ -289,7 +289,7 @@ class TokenLogp(torch.autograd.Function):
         temperature: float,
         size: int,
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
-        """Run over `size` tokens at a time, with products in the dtype of autocast."""
+        """Process `size` tokens at a time, with matmuls in the dtype of autocast."""
         kind = hidden.device.type
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
@@ -312,12 +312,12 @@ class TokenLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Float[Tensor, " M"], _: Any) -> tuple[Tensor | None, ...]:
-        """Return gradients from those of the logits, which are onehot - p for each token's logp."""
+        """Return gradients by the chain rule: d logp / d logits is onehot - p for each token."""
         states, matrix, tokens, logp = ctx.saved_tensors
         d_hidden = torch.empty_like(states)
         d_weight = None
         if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(matrix, dtype=torch.float32)  # bf16 would lose small parts
+            d_weight = torch.zeros_like(matrix, dtype=torch.float32)  # bf16 would lose small terms
         weighted = (states * -slope[:, None]).to(states.dtype)
         size = ctx.size
         block = size * max(1, SLOPES_AT_ONCE // (len(matrix) * size))

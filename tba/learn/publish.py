@@ -1,4 +1,4 @@
-"""Publication by a trainer: its weights, and a probe, which shows whether an engine has them."""
+"""Publication of a trainer's weights, with a probe that shows whether an engine has loaded them."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -17,14 +17,14 @@ RESPONSE = 16
 
 
 def prompt_length(block: int) -> int:
-    """Return the tokens of a probe's prompt: more than a block, which is 0 without a cache."""
+    """Return the tokens of a probe's prompt: more than a cache block (0 without a cache)."""
     return max(PROMPT, block + 1)
 
 
 def probe_tokens(sequences: Sequence[np.ndarray], context: int, length: int = PROMPT) -> TokenBatch:
-    """Return the tokens of a probe: the last ones of these sequences, which repeat if they are few.
+    """Return the tokens of a probe: the last of these sequences, repeated if there are too few.
 
-    The prompt has `length` tokens, or fewer if the context is short.
+    The prompt has `length` tokens, or fewer if the context is too short.
     """
     backwards = np.concatenate(sequences)[::-1]
     tokens = np.resize(backwards, min(length + RESPONSE, context))[::-1]
@@ -33,7 +33,7 @@ def probe_tokens(sequences: Sequence[np.ndarray], context: int, length: int = PR
 
 
 def sequences_of(batch: Batch) -> list[np.ndarray]:
-    """Return the longest response of each group behind its prompt, the longest of all last."""
+    """Return each group's prompt with its longest response, sorted by length of response."""
     lengths = batch.present.sum(-1)
     longest = lengths.argmax(1)
     sequences = []
@@ -47,7 +47,7 @@ def sequences_of(batch: Batch) -> list[np.ndarray]:
 
 @torch.no_grad()
 def answer(policy: Policy, tokens: TokenBatch, version: int) -> Probe:
-    """Return the probe of these tokens, with the policy's log-probs; NotFinite if one is not."""
+    """Return a probe of these tokens and the policy's log-probs; NotFinite if one is not finite."""
     logp = policy.logp(tokens)[0, 0].float().cpu().numpy()
     if not np.isfinite(logp).all():
         raise NotFinite(version=version)
@@ -60,10 +60,10 @@ def answer(policy: Policy, tokens: TokenBatch, version: int) -> Probe:
 
 
 class Copy:
-    """Policy with weights of its own, but for frozen ones, which it shares with the trainer's.
+    """Copy of the trainer's policy, which shares its frozen weights.
 
-    Only `fill` reads the trainer's weights. The rest may run in another thread. If the policy
-    computes in bf16, and is sent so, linear layers are kept so, too.
+    Only `fill` reads the trainer's other weights; the rest may run in another thread. If the policy
+    computes in bf16 and is sent in bf16, the copy's linear layers are in bf16, too.
     """
 
     def __init__(self, policy: Policy, bf16: bool):
@@ -81,16 +81,16 @@ class Copy:
         for own, newest in zip(self._policy.parameters(), policy.parameters(), strict=True):
             if newest.requires_grad:
                 own.copy_(newest)
-        if self._stream is not None:  # `send` computes in a stream of its own
+        if self._stream is not None:  # `send` uses another stream
             torch.cuda.current_stream(policy.device).synchronize()
 
     def send(
         self, version: int, asked: TokenBatch, transport: Transport, free: "list[Copy]"
     ) -> Sent:
-        """Send the weights with their probe, and put the copy into the list."""
-        with torch.cuda.stream(self._stream):  # nothing changes if there is none
+        """Send the weights with their probe, and add this copy to `free`."""
+        with torch.cuda.stream(self._stream):  # no effect if it is None
             probe = answer(self._policy, asked, version)
             tensors = published(trained(self._policy.model), self._bf16)
             sent = transport.send(version, tensors, probe)
-        free.append(self)  # its memory is allocated once
+        free.append(self)  # to reuse its memory
         return sent

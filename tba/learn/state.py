@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 RNG = "torch_rng"
 FINGERPRINT_ELEMENTS = 1024
-"""Elements of each parameter that a fingerprint reads: training changes some."""
+"""Elements of each parameter that a fingerprint samples: training changes some of them."""
 
 
 def save(
@@ -40,14 +40,14 @@ def save(
     rank: int = 0,
     ranks: int = 1,
 ) -> Callable[[], None]:
-    """Return what writes a copy; `first_model` is the fingerprint of the run's first model.
+    """Return a function that writes a copy; `first_model` is the first model's fingerprint.
 
-    All ranks of a trainer call this, and put each tensor together; each keeps and writes some.
+    All ranks of a trainer call this and gather each tensor; each rank keeps and writes some.
     """
     model = policy.model
     part = Part(rank, ranks)
     adapted = is_adapted(model)
-    # a mixture of experts has other tensors in its files than in its model
+    # the files of a mixture of experts have other tensors than the model
     converted = not adapted and bool(vars(model).get("_weight_conversions"))
     together = adapted or converted  # PEFT reads one file
     tensors = trained(model) if adapted else _distinct(model)
@@ -57,7 +57,7 @@ def save(
     head, _ = part.take(readout, together=True)
     states = {}
     for name, parameter in policy.named_parameters():
-        # in the same order in a resumed run, so that the same rank writes the same tensors
+        # the same order in a resumed run, so that the same rank writes the same tensors
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
             states[f"{name}:{kind}"] = torch.as_tensor(value)
     moments, _ = part.take(states)
@@ -67,7 +67,7 @@ def save(
     text = json.dumps(about)
 
     def write() -> None:
-        # in another thread: not by `model.state_dict`, which divides the tensors of a running pass
+        # runs in another thread, where `model.state_dict` would reshard tensors of a running pass
         if ranks > 1 and not together:
             _write_part(folder, model, weights, owners, part, total)
         elif adapted and rank == 0:
@@ -84,7 +84,7 @@ def save(
 
 
 class Part:
-    """The part of a checkpoint that a rank writes: whole tensors."""
+    """Part of a checkpoint that a rank writes: whole tensors."""
 
     def __init__(self, rank: int, ranks: int):
         self.rank = rank
@@ -92,7 +92,7 @@ class Part:
         self._bytes = [0] * ranks
 
     def file(self, name: str, rank: int | None = None) -> str:
-        """Return the name of a rank's file, by default the own one: `model-00001-of-00002.…`."""
+        """Return the name of a rank's file, by default this rank's: `model-00001-of-00002.…`."""
         if self.ranks == 1:
             return name
         stem, _, suffix = name.partition(".")
@@ -104,7 +104,7 @@ class Part:
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return copies of the tensors that this rank writes, and the rank that writes each.
 
-        That is the one with the fewest bytes so far, or the first for all that stay `together`.
+        That is the rank with the fewest bytes so far, or rank 0 if all stay `together`.
         """
         own = {}
         owners = {}
@@ -134,7 +134,7 @@ def _write_part(
     part: Part,
     total: int,
 ) -> None:
-    """Write a rank's tensors of a model; the first one adds its config and the index.
+    """Write this rank's tensors of a model; rank 0 also writes the config and the index.
 
     All ranks together write `total` bytes.
     """
@@ -142,7 +142,7 @@ def _write_part(
         (folder / MODEL).mkdir(exist_ok=True)
         save_file(weights, folder / MODEL / part.file(WEIGHTS), {"format": "pt"})
         return
-    # it removes the files of other ranks from its folder, and gives one file the plain name
+    # `save_pretrained` deletes other ranks' files in its folder, and does not number one file
     aside = folder / f".{MODEL}"
     model.save_pretrained(aside, state_dict=weights, max_shard_size=total + 1)
     (folder / MODEL).mkdir(exist_ok=True)
@@ -158,10 +158,10 @@ def _write_part(
 def load(
     folder: Path, policy: Policy, optimizer: Optimizer, schedule: Any, first_model: str
 ) -> None:
-    """Put model, head, optimizer, schedule and PyTorch's random state back.
+    """Restore model, head, optimizer, schedule and PyTorch's random state.
 
-    Learning rates, betas and weight decay stay those of `optimizer`: they may have been changed on
-    resuming. ValueError, before anything is changed, if the folder belongs to another model.
+    Learning rates, betas and weight decay of `optimizer` are kept: they may have been changed on
+    resuming. ValueError, before anything changes, if the folder belongs to another model.
     """
     weights = stored_model(folder)
     state = read_json(folder / TRAINER)
@@ -203,7 +203,7 @@ def load(
 
 
 def fingerprint(model: Any) -> str:
-    """Return a hash of all parameters, or of the frozen ones; it reads a sample of their values."""
+    """Return a hash of a sample of all parameters, or of the frozen ones beneath an adapter."""
     digest = hashlib.sha256()
     adapted = is_adapted(model)
     for name, parameter in model.named_parameters():

@@ -30,12 +30,12 @@ from tba.types import Batch, NotFinite, TokenBatch
 from tba.weights import Direct, Probe, Sent, Transport, published, trained
 
 MOST_K3 = 10.0
-"""Largest term of a token in `kl/k3`, in nats: one token must not decide the mean of a batch."""
+"""Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
 
 
 @dataclass(frozen=True)
 class TrainerSetup:
-    """Settings that a trainer is built from, in this process or in that of a rank."""
+    """Settings from which a trainer is built, in this process or in a rank's."""
 
     config: Config
     objective: Plugin
@@ -44,7 +44,7 @@ class TrainerSetup:
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest prompt and of the longest one."""
     probe_prompt: int
-    """Tokens of the prompt of probes."""
+    """Tokens of a probe's prompt."""
     checks_reference: bool
     """Whether the first step checks that the reference is the policy."""
 
@@ -55,9 +55,9 @@ class TrainerSetup:
         gather: "Callable[[list[Ran]], list[Ran]]" = list,
         transport: Transport | None = None,
     ) -> "SingleTrainer":
-        """Load the model in `trainer.weights`, or with an adapter, and return its trainer.
+        """Load the model in dtype `trainer.weights`, or with an adapter; return its trainer.
 
-        One of several ranks keeps its part of each tensor, and gathers what all of them have run.
+        One of several ranks keeps its shard of each tensor, and gathers the results of all ranks.
         Without a transport, searchers are in this process.
         """
         torch.manual_seed(seed_of(self.config.run.seed, Use.TORCH))  # a checkpoint keeps its state
@@ -66,7 +66,7 @@ class TrainerSetup:
         return SingleTrainer(self, policy, rank or 0, ranks, gather, transport or Direct())
 
     def _policy(self, device: str, rank: int | None) -> Policy:
-        """Load the model as a policy, of which one of several ranks keeps a part."""
+        """Load the model as a policy; one of several ranks keeps its shard."""
         table = self.config.policy
         settings = self.config.trainer
         bf16 = computes_in_bf16(table, device)
@@ -102,13 +102,13 @@ class TrainerSetup:
 
 
 class Ran(NamedTuple):
-    """A micro-batch that has run forward and back."""
+    """Results of a micro-batch that has run forward and backward."""
 
     metrics: dict[str, Tensor]
-    """Metrics of each group; none without a group."""
+    """Metrics of each group; empty without a group."""
     tokens: int
     padding: int
-    """Tokens that the model ran over, and those among them that were padding."""
+    """Tokens that the model processed, and how many of them were padding."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ class SingleTrainer:
     rank: int = 0
     ranks: int = 1
     gather: Callable[[list[Ran]], list[Ran]] = list
-    """Returns what all ranks have run, from what this one has."""
+    """Returns the results of all ranks, given this rank's."""
     transport: Transport = field(default_factory=Direct)
     bf16_weights: bool = field(init=False)  # whether searchers get weights in bf16
     probe: TokenBatch = field(init=False)  # of the next publication
@@ -144,9 +144,9 @@ class SingleTrainer:
         self._first_model = state.fingerprint(self.policy.model)
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
-        """Take a step of which this rank computes its part; metrics are those of all ranks."""
+        """Compute this rank's part of a step; return metrics over all ranks."""
         started = time.perf_counter()
-        # of several ranks, the others wait for one that fails: nothing can be saved
+        # with several ranks, the others wait for one that fails: nothing can be saved
         with unchanged(step) if self.ranks == 1 else nullcontext():
             _check_finite(batch, step)
             objective = self.setup.objective.at(step)
@@ -162,7 +162,7 @@ class SingleTrainer:
             metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)  # an engine on the same device has their memory
+        self.optimizer.zero_grad(set_to_none=True)  # frees memory for an engine on this device
         self.schedule.step()
         sequences = publish.sequences_of(batch)
         self.probe = publish.probe_tokens(sequences, self.setup.context, self.setup.probe_prompt)
@@ -183,7 +183,7 @@ class SingleTrainer:
         )
 
     def slots(self, batch: Batch) -> list[plan.Slot]:
-        """Return what each rank runs of a batch, and when: the same on all ranks."""
+        """Return the slots of a batch over all ranks; every rank computes the same."""
         return plan.slots(
             batch,
             self.setup.config.trainer.token_budget,
@@ -194,7 +194,7 @@ class SingleTrainer:
 
     def send(self, version: int) -> Sent:
         probe = publish.answer(self.policy, self.probe, version)
-        if self.ranks > 1:  # that pass has left the embeddings whole
+        if self.ranks > 1:  # the probe's pass left the embeddings unsharded
             reshard(self.policy)
         return self._send(version, self.bf16_weights, probe)
 
@@ -207,7 +207,7 @@ class SingleTrainer:
         return self._send(version, False, None)
 
     def _send(self, version: int, bf16: bool, probe: Probe | None) -> Sent:
-        """Send the weights. All ranks put each tensor together, and the first one sends it."""
+        """Send the weights. All ranks gather each tensor, and rank 0 sends it."""
         tensors = published(trained(self.policy.model), bf16)
         if self.rank == 0:
             return self.transport.send(version, tensors, probe)
@@ -225,12 +225,12 @@ class SingleTrainer:
         state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
     def _backward(self, slot: plan.Slot, batch: Batch, objective: Objective) -> "Ran":
-        """Add the gradients of sum(loss) / B for the groups that this rank has in the slot.
+        """Add the gradients of sum(loss) / B for this rank's groups in the slot.
 
-        A group above the token budget runs in pieces of its responses. A loss needs the whole
-        group: all pieces run once for their log-probs, and once more to carry the gradient of the
-        loss with respect to those back, so that only one has its activations in memory. Without a
-        group, a short response runs beside the other ranks' passes, and counts nothing.
+        A group above the token budget runs in pieces of its responses, but a loss needs the whole
+        group. So all pieces run once for their log-probs, and once more to backpropagate the loss's
+        gradient with respect to these: only one piece has its activations in memory. A rank without
+        a group runs a short response along with the other ranks; its gradient is 0.
         """
         groups = slot.groups[self.rank]
         chunk = batch.groups(groups) if groups else None
@@ -263,7 +263,7 @@ class SingleTrainer:
         return output
 
     def _loss_of(self, output: Output, chunk: Batch, batch: Batch, objective: Objective) -> "Ran":
-        """Compute the loss of whole groups, go back from it, and return the metrics of each."""
+        """Compute the loss of whole groups, backpropagate it, and return each group's metrics."""
         moved = chunk.to(output.logp.device)
         tokens = int(batch.mask.sum()) / len(batch)
         # first: an objective may change its arguments in place
@@ -275,19 +275,19 @@ class SingleTrainer:
         return Ran({"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding)
 
     def _check_reference(self, gap: float, step: int) -> None:
-        """Raise WrongReference if log(pi / ref) is not 0 on average before the first step."""
+        """Raise WrongReference if the mean |log(pi / ref)| is above a limit in the first step."""
         limit = 0.05 if self.computes_in_bf16 else 0.01
         if step == 0 and self.setup.checks_reference and gap > limit:
             raise WrongReference(
                 f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
                 f" token on average, more than {limit:g}, but both are the initial"
-                " model. Likely causes: weights that are missing in its files, and random; files"
-                " that were changed during the start; code of the model (trust_remote_code) that"
-                " does not compute the same twice"
+                " model. Likely causes: weights that are missing from its files, and so random;"
+                " files that changed during the start; code of the model (trust_remote_code) that"
+                " is not deterministic"
             )
 
     def _clip(self, step: int, metrics: dict[str, float]) -> float:
-        """Clip the gradients and return the policy's norm before; NotFinite if anything is not."""
+        """Clip gradients; return the policy's norm before. NotFinite if a number is not finite."""
         limit = self.setup.config.trainer.max_grad_norm
         norms = [self.sums.clip(group["params"], limit) for group in self.optimizer.param_groups]
         if not math.isfinite(metrics["log_ratio"]):
@@ -303,7 +303,7 @@ class SingleTrainer:
 
 
 def _check_finite(batch: Batch, step: int) -> None:
-    for name in ("reward", "ref_logp", "behavior_logp"):  # a value may be NaN: no estimate
+    for name in ("reward", "ref_logp", "behavior_logp"):  # `value` may be NaN: no estimate
         if not batch.tensors()[name].isfinite().all():
             raise NotFinite(
                 f"step {step + 1}: {name} of the batch is not finite; fix the reward or the engine"
@@ -311,7 +311,7 @@ def _check_finite(batch: Batch, step: int) -> None:
 
 
 def _joined(outputs: Sequence[Output]) -> Output:
-    """Join pieces along K. The output of a head on the prompt is the same for each of them."""
+    """Concatenate pieces along K. A head on the prompt has the same output for each of them."""
     head = outputs[0].head
     if head is not None and head.ndim > 1:
         head = torch.cat([output.head for output in outputs if output.head is not None], 1)
@@ -325,7 +325,7 @@ def _joined(outputs: Sequence[Output]) -> Output:
 
 
 def _slopes(joined: Output, samples: Sequence[int]) -> list[list[Tensor]]:
-    """Return the gradients with respect to what each piece has computed, which add up."""
+    """Return the gradients with respect to each piece's outputs; they add up to the group's."""
     slopes: list[list[Tensor]] = [[] for _ in samples]
     for tensor in joined.differentiable():
         gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -342,11 +342,11 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
     """Return metrics of each group, [B], with TRL's names where TRL has them.
 
     `kl` is the mean of log(pi / ref) over tokens, the k1 estimate of KL(pi, ref) in nats; `kl/k3`
-    is the mean of k3, where a token counts at most `MOST_K3`; `entropy` is a mean over tokens, too.
-    Groups have `tokens` on average, so that the mean over groups is that over tokens. `log_ratio`
-    is the mean of log(pi / ref) over responses, in nats. `off_policy/ess` is the effective sample
+    is the mean of k3, capped at `MOST_K3` per token; `entropy` is a mean over tokens, too. `tokens`
+    is the mean number per group: the mean over groups is then a mean over tokens. `log_ratio` is
+    the mean of log(pi / ref) over responses, in nats. `off_policy/ess` is the effective sample
     size of the importance weights w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1. `from_ref`
-    is the mean |log(pi / ref)| over tokens, which is looked at in the first step.
+    is the mean |log(pi / ref)| over tokens, which the first step checks.
     """
     moved = total(logp - batch.behavior_logp, batch)
     from_ref = total(logp - batch.ref_logp, batch)
@@ -368,7 +368,7 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
 
 
 def _mean(chunks: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Return each metric's mean over all groups, however these were divided into chunks."""
+    """Return each metric's mean over all groups, regardless of the division into chunks."""
     values = [torch.cat([chunk[name].double() for chunk in chunks]).mean() for name in chunks[0]]
-    means = torch.stack(values).tolist()  # all at once: each transfer waits for the GPU
+    means = torch.stack(values).tolist()  # one transfer: each of them waits for the GPU
     return dict(zip(chunks[0], means, strict=True))

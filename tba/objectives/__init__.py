@@ -1,6 +1,6 @@
-"""The contract of objectives, each in a file of this folder, and terms that they share.
+"""Contract of objectives, each in a file of this folder, and terms that they share.
 
-Only values at sampled tokens affect a term.
+Terms depend only on values at sampled tokens.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,10 @@ class Head:
     """
 
     on: Literal["prompt", "response"]
-    """`response`: one number per response token [B K T], from the state before it, with a gradient
-    to the policy. `prompt`: one number per prompt [B], from its mean state, without."""
+    """`response`: one number per response token [B K T], from the state before it; its gradient
+    reaches the policy. `prompt`: one number per prompt [B], from its mean state, detached."""
     learning_rate: float
-    """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
+    """AdamW's learning rate for the head; it follows the policy's schedule."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ValueRollouts:
 
 
 class Objective:
-    """Loss of log-probabilities; a subclass is a frozen dataclass, whose fields are its options.
+    """Loss of log-probabilities. A subclass is a frozen dataclass, and its fields are its options.
 
     The loss of a group depends on that group only, so that micro-batches cannot change the result.
     """
@@ -61,40 +61,40 @@ class Objective:
 
     @property
     def head(self) -> Head | None:
-        """Return the parameters that the trainer keeps for this objective, if any."""
+        """Return the head that the trainer keeps for this objective, or None."""
         return None
 
     @property
     def value_rollouts(self) -> ValueRollouts | None:
-        """Return the value estimates that the objective reads in `batch.value`, if any."""
+        """Return the value estimates that the objective reads from `batch.value`, or None."""
         return None
 
     @property
     def needs_behavior(self) -> bool:
-        """Return whether `batch.behavior_logp` must be exact, with the objective's options.
+        """Return whether the objective, with its options, needs an exact `batch.behavior_logp`.
 
         Settings that change the distribution of the samples, such as `sampling.top_p`, are then
-        refused.
+        rejected.
         """
         return False
 
     @property
     def needs_own_samples(self) -> bool:
-        """Return whether the optimum depends on who sampled, with the objective's options.
+        """Return whether the optimum, with the objective's options, depends on the sampling policy.
 
-        It is the right one on samples of the policy itself, also of earlier steps. Settings that
-        add others, or change the distribution of the samples, are then refused.
+        Then it is correct only on the policy's own samples, including those of earlier steps, and
+        settings that add others, or change the distribution of the samples, are rejected.
         """
         return False
 
     @property
     def learns_from_equal_rewards(self) -> bool:
-        """Return whether a group of equal rewards has a gradient, KL as a separate loss aside."""
+        """Return whether a group of equal rewards has a gradient, apart from a separate KL loss."""
         return False
 
     @property
     def warning(self) -> str | None:
-        """Return what to warn of at the start of a run, with the objective's options."""
+        """Return a warning about the options to show at the start of a run, or None."""
         return None
 
 
@@ -104,7 +104,7 @@ def total(values: PerToken, batch: Batch) -> PerResponse:
 
 
 def centred(values: PerResponse) -> PerResponse:
-    """Subtract the mean of the group; 0 where they are equal, apart from rounding."""
+    """Subtract the mean of the group; exactly 0 if values are equal up to rounding."""
     equal = passes(values.amin(1, keepdim=True), values.amax(1, keepdim=True))
     return (values - values.mean(1, keepdim=True)) * ~equal
 
@@ -120,8 +120,8 @@ def token_mean(values: PerToken, batch: Batch) -> PerGroup:
 
 
 def whitened(advantage: PerToken, batch: Batch) -> PerToken:
-    """Subtract the mean over the sampled tokens of each group, and divide by their spread."""
-    exact = advantage.double()  # or what is left of equal ones would be rounding
+    """Subtract the mean over a group's sampled tokens, and divide by their standard deviation."""
+    exact = advantage.double()  # otherwise equal values would leave rounding errors
     left = (exact - token_mean(exact, batch)[:, None, None]) * batch.mask
     return left * (token_mean(left.square(), batch) + 1e-8).rsqrt()[:, None, None]
 
@@ -151,7 +151,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
 
 
 def outside(ratio: PerToken, low: float, high: float, batch: Batch) -> PerGroup:
-    """Return the share of tokens whose ratio is not in [1 - low, 1 + high], mean over responses."""
+    """Return the share of tokens with a ratio outside [1 - low, 1 + high], mean over responses."""
     is_outside = (ratio < 1 - low) | (ratio > 1 + high)
     share = (is_outside * batch.mask).sum(-1) / batch.mask.sum(-1)
     return share.mean(1)
@@ -168,7 +168,7 @@ def importance(kind: Importance, logp: PerToken, batch: Batch, cap: float) -> Pe
 
 
 def better(reward: PerResponse) -> Bool[Tensor, "B K"]:
-    """Return which responses have a reward above the mean of their group, apart from rounding."""
+    """Return which responses have a reward above the mean of their group, up to rounding."""
     return ~passes(reward.mean(1, keepdim=True), reward)
 
 
@@ -191,10 +191,10 @@ def tapered(taper: Taper, error: PerResponse, logp: PerToken, batch: Batch) -> P
 def kl_k3(logp: PerToken, batch: Batch) -> PerToken:
     """Return Schulman's k3 estimate of KL(pi, ref): ref / pi - log(ref / pi) - 1.
 
-    As a loss, its gradient is in expectation and on-policy that of KL(ref, pi).
+    As a loss, its expected gradient on policy is the gradient of KL(ref, pi).
     """
     difference = ((batch.ref_logp - logp) * batch.mask).clamp(max=LARGEST)
-    return difference.expm1() - difference  # exp(x) - 1 would round away a small x
+    return difference.expm1() - difference  # exp(x) - 1 would lose a small x to rounding
 
 
 def penalised(

@@ -10,15 +10,15 @@ class AsymRe(Objective):
 
         loss[b] = -mean_j (r_j - (mean r + shift)) log pi(y_j)
 
-    There is neither a ratio nor a KL. Off policy, a baseline below the mean reward pulls more to
-    the good responses than it pushes away from the bad ones, and the policy converges; at the mean
-    or above, its support shrinks to few responses.
+    There is neither an importance ratio nor a KL. Off policy, a baseline below the mean reward
+    raises good responses more than it lowers bad ones, and the policy converges; at the mean or
+    above, its support shrinks to few responses.
 
     Asymmetric REINFORCE for Off-Policy RL (arXiv 2506.20520); `shift` as in Trinity-RFT.
     """
 
     shift: float = -0.1
-    """Difference of the baseline from the mean reward, in units of reward; below 0 off policy."""
+    """Offset of the baseline from the mean reward, in units of reward; below 0 off policy."""
 
     learns_from_equal_rewards = True
 

@@ -7,14 +7,14 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Gspo(Objective):
-    """GSPO: GRPO's clipping at the level of responses, with a ratio per token on average.
+    """GSPO: GRPO's clipping at the level of responses, with length-normalised ratios.
 
         loss[b] = -mean_j min(s_j A_j, clip(s_j, 1 - clip, 1 + clip_high) A_j)
         s_j     = (pi(y_j) / mu(y_j))^(1 / T_j)
         A_j     = (r_j - mean r) / (std r + 1e-4)
 
     mu is the policy that sampled y_j, and T_j the number of its tokens. There is no KL. s is much
-    nearer to 1 than the ratio of a response: `clip` is small.
+    closer to 1 than the ratio of a whole response, so `clip` is small.
 
     Group Sequence Policy Optimization (arXiv 2507.18071), equations 5 to 7; clip ranges: section
     5.1.

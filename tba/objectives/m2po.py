@@ -11,7 +11,7 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class M2po(Objective):
-    """M2PO: a policy gradient without clipping, which leaves out the tokens that changed most.
+    """M2PO: policy gradient without clipping that masks the tokens that changed most.
 
         loss[b] = -sum_jt M_jt rho_jt A_j / (tokens of the group)
         A_j     = (r_j - mean r) / (std r + 1e-4)
@@ -19,13 +19,13 @@ class M2po(Objective):
     rho = pi / mu of a token, with mu the policy that sampled it. Tokens are masked, M = 0, in the
     order of (log rho)^2, the largest first, until the mean of the others is below `threshold`.
 
-    Prosperity Before Collapse (arXiv 2510.01161). There, the mask is over all tokens of a batch;
-    here it is over those of a group, so that a group's loss depends on that group only.
+    Prosperity Before Collapse (arXiv 2510.01161). There, the mask is computed over a batch; here,
+    over a group, so that a group's loss depends on that group only.
     """
 
     needs_behavior = True
     threshold: PositiveFloat = 0.04
-    """Largest mean of (log rho)^2 over the tokens that stay."""
+    """Upper bound on the mean of (log rho)^2 over the unmasked tokens."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         change = log_ratio(logp, batch)

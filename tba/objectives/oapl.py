@@ -8,22 +8,22 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Oapl(Objective):
-    """OAPL: regresses log pi / mu, times beta, on the advantage of the best policy near mu.
+    """OAPL: regresses beta log(pi / mu) on the advantage of the optimal policy near mu.
 
         loss[b] = (1 / 2 beta) mean_j (beta (log pi - log mu)_j - (r_j - V))^2
         V       = b log mean_j exp(r_j / b),  b = `value_beta`
 
-    mu is the policy that sampled y_j. The paper's loss is without 1 / (2 beta), which makes the
-    learning rate independent of beta. With f_j = beta (log pi - log mu)_j - r_j, the gradient is
-    that of `tb` with mu as its reference, plus (mean f + V) mean_j grad log pi_j.
+    mu is the policy that sampled y_j. The factor 1 / (2 beta), which the paper's loss lacks, makes
+    the learning rate independent of beta. With f_j = beta (log pi - log mu)_j - r_j, the gradient
+    is that of `tb` with mu as its reference, plus (mean f + V) mean_j grad log pi_j.
 
-    V of K samples is below beta log E exp(r / beta) on average, and with b other than beta it
-    estimates another number: then the optimum is not exactly mu exp(r / beta) / Z. With
+    V of K samples is a biased, low estimate of beta log E exp(r / beta), and with b other than beta
+    it estimates another quantity: then the optimum is not exactly mu exp(r / beta) / Z. With
     `value_beta = inf`, V is the mean reward, as in the mirror descent of Kimi k1.5
     (arXiv 2501.12599, section 2.3.2).
 
     LLMs Can Learn to Reason Via Off-Policy RL (arXiv 2602.19362). In its runs on mathematics, as
-    NeMo RL's documentation reports them, b is 1 and beta 1e-3, weights are sent every 50 steps,
+    reported in NeMo RL's documentation, b is 1, beta is 1e-3, weights are sent every 50 steps,
     older samples are dropped, and the gradient of the loss without 1 / (2 beta) is clipped at 1e-3.
     """
 

@@ -9,7 +9,7 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class OnlineDpo(Objective):
-    """Online DPO: prefers the better of two responses of the policy to the worse.
+    """Online DPO: prefers the better of two of the policy's responses to the worse one.
 
         loss[b] = -log sigmoid(beta (d_w - d_l)),  d = log pi - log ref
 

@@ -29,7 +29,7 @@ class Ppo(Objective):
     one. A_t is the generalised advantage estimate (arXiv 1506.02438) with the live value head.
 
     Implementations for language models usually set `whiten`, over the tokens of the whole batch;
-    here it is over those of a group, so that a group's loss depends on that group only.
+    here, over a group's tokens, so that a group's loss depends on that group only.
 
     Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9 and 11; for language models
     arXiv 2203.02155.
@@ -47,7 +47,7 @@ class Ppo(Objective):
     value_coefficient: float = 0.1
     """Weight of the value loss."""
     head_learning_rate: PositiveFloat = 0.01
-    """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
+    """AdamW's learning rate for the head; it follows the policy's schedule."""
     whiten: bool = False
     """Whiten advantages: mean 0 and variance 1 over the tokens of a group."""
 
@@ -75,7 +75,7 @@ class Ppo(Objective):
     def advantages(self, value: PerToken, batch: Batch) -> PerToken:
         """Return the advantages; `value` is V before each token, and V after the last is 0.
 
-        A step leads from one sampled token to the next, whatever the environment says between.
+        A step goes from one sampled token to the next; tokens of the environment are skipped.
         """
         reward = -self.beta * (batch.behavior_logp - batch.ref_logp)
         advantage = torch.zeros_like(value)

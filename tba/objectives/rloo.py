@@ -12,7 +12,7 @@ class Rloo(Objective):
         loss[b] = -mean_j A_j log pi(y_j)
         A_j     = R_j - mean of the others' R,  R = r - beta (log mu - log ref)
 
-    mu is the policy that sampled y_j. The gradient is unbiased on-policy only, unless `importance`
+    mu is the policy that sampled y_j. The gradient is unbiased only on-policy, unless `importance`
     weights tokens or responses by min(pi / mu, `importance_cap`). On-policy it is K / (K - 1)
     times that of `tb`.
 

@@ -22,9 +22,9 @@ from tba.objectives import (
 from tba.types import Batch
 
 SQUARED = 1e-3
-"""Values of alpha this near to 1 have the squared loss."""
+"""Distance of alpha from 1 within which the loss is squared."""
 STEADY = (0.5, 1.25)
-"""Values of alpha without a warning."""
+"""Range of alpha without a warning."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +37,31 @@ class TrajectoryBalance(Objective):
     The optimum does not depend on which policy generated the data. The loss is in units of reward,
     so that the learning rate does not depend on beta.
 
-    `taper` chooses the weights w, which have no gradient. Any weights above 0 have this optimum,
-    and may depend on everything in the group: so mu need not be exact. With weights of 1, `none`,
-    as in the paper, responses that have become unlikely since they were sampled are pushed down as
+    `taper` chooses the weights w, which have no gradient. All positive weights have this optimum,
+    even if they depend on the whole group, so mu need not be exact. With `none`, weights are 1, as
+    in the paper: responses that have become unlikely since they were sampled are pushed down as
     hard as others, and training at a high learning rate oscillates even at a lag of 4
     (docs/results.md). With `residual`, responses whose probability is lowered (the term in the
-    square is above 0) have weight min(pi / mu, 1). With `reward`, so have others whose reward is
-    not above the mean of the group: a bad response that has become unlikely is hardly pulled up
-    again. Then log Z is the mean of min(r_j - beta (log pi - log ref)_j, m), where m is the largest
-    such term of the responses with a reward above the mean, if there are any: bad responses that
-    are far less likely than under the reference would otherwise lift log Z above the good ones. On
-    policy, all weights are 1.
+    square is positive) have weight min(pi / mu, 1). With `reward`, so do all other responses whose
+    reward is not above the group's mean: a bad response that has become unlikely is hardly pulled
+    up again. Then log Z is the mean of min(r_j - beta (log pi - log ref)_j, m), where m is the
+    largest such term among responses with a reward above the mean (no bound without one). Without
+    it, bad responses that are far less likely than under the reference would lift log Z above the
+    good ones. On policy, all weights are 1.
 
     With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
-    corrects for lag. Trajectory balance does not need it; it is there for comparison.
+    corrects for lag, which trajectory balance does not need; it is provided for comparison.
 
     `shift` s lowers the baseline: s times the mean reward of the group's other responses is
     subtracted from the term in the square. On the policy's own samples, a bounded number of steps
-    old, the optimum is the same; on other samples, it is another one while s is not 0. It is meant
-    for rewards of 0 and 1: groups whose responses are all right then raise them, as in `raft`.
+    old, the optimum is the same; on other samples, it is different while s is not 0. It is meant
+    for rewards of 0 and 1: a group with only correct responses then raises them, as in `raft`.
 
     `gamma` and `tau` temper the target, which is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z, as
-    for red-teaming (arXiv 2405.18540): in the loss, log ref is divided by gamma tau, r by tau.
+    in red-teaming (arXiv 2405.18540): in the loss, log ref is divided by gamma tau, r by tau.
 
-    With `alpha` other than 1, the square gives way to another loss of e_j, the term in it without
-    log Z (f-trajectory balance, arXiv 2605.15417). With k = 1 - alpha,
+    With `alpha` other than 1, another loss replaces the square. It is a function of e_j, the term
+    in the square without log Z (f-trajectory balance, arXiv 2605.15417). With k = 1 - alpha,
 
         loss[b] = (1 / beta) mean_j l(e_j - c),  l(x) = (k x + exp(-k x) - 1) / k^2
         c       = -(1 / k) log mean_j exp(-k e_j), without gradient
@@ -71,20 +71,20 @@ class TrajectoryBalance(Objective):
     alpha = 1 and forward KL, which covers all modes, at alpha = 0.
 
     Trajectory Balance with Asynchrony (arXiv 2503.18929), equations 3-5; VarGrad: arXiv 2010.10436;
-    weights by the sign of the reward: TOPR (arXiv 2503.14286). Why the optimum stays:
+    weights by the sign of the reward: TOPR (arXiv 2503.14286). Why the optimum is the same:
     docs/algorithms.md.
     """
 
     beta: PositiveFloat = 0.05
     """Temperature of the target: smaller values weigh the reward more, larger ones keep more of the
-    reference's spread."""
+    reference's diversity."""
     taper: Taper | None = None
-    """Which responses weigh min(pi / mu, 1). residual: those that are pushed down; reward: also
-    those whose reward is not above the group's mean; none: the loss of the paper. Default:
+    """Responses with weight min(pi / mu, 1). residual: those that are pushed down; reward: also
+    those whose reward is not above the group's mean; none: the paper's loss. Default:
     residual, or none if `importance_cap` or `alpha` is given."""
     shift: Share = 0.0
     """Subtract this times the mean reward of the group's other responses from the baseline; for
-    rewards of 0 and 1 and samples of the policy itself. It may follow a schedule that ends at 0."""
+    rewards of 0 and 1 and the policy's own samples. It may follow a schedule that ends at 0."""
     importance_cap: PositiveFloat | None = None
     """Upper bound of the importance weights; default: no weights."""
     gamma: PositiveFloat = 1.0
@@ -118,7 +118,7 @@ class TrajectoryBalance(Objective):
 
     @property
     def tapers_by(self) -> Taper:
-        """Return how the loss tapers, by the option or by default."""
+        """Return the taper in use: the option or its default."""
         by_default = self.importance_cap is None and self.alpha == 1
         return self.taper or ("residual" if by_default else "none")
 
@@ -161,9 +161,9 @@ class TrajectoryBalance(Objective):
         return (weight * value).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
 
     def _by_divergence(self, residual: PerResponse) -> tuple[PerGroup, PerGroup]:
-        """Return the loss with `alpha`, and beta log Z, from residuals without log Z."""
+        """Return the loss for `alpha`, and beta log Z, given residuals without log Z."""
         k = 1 - self.alpha
         fixed = residual.detach()
         log_z = ((-k * fixed).logsumexp(1) - log(fixed.shape[1])) / k
-        scaled = k * (residual + log_z[:, None])  # exp(-scaled) has mean 1, and is K at most
+        scaled = k * (residual + log_z[:, None])  # exp(-scaled) has mean 1, so it is at most K
         return (scaled + (-scaled).expm1()).mean(1) / (k * k * self.beta), log_z

@@ -17,7 +17,7 @@ class TrajectoryBalanceLearnedZ(Objective):
     log Z(x) is a linear head on the mean hidden state of the prompt, which learns from the same
     loss. Where it equals the group's own estimate, the gradient is that of `tb`. `taper` chooses
     the weights w as for `tb`, by the sign of the term in the square and by the reward; they have no
-    gradient, and the optimum is the same with any weights above 0.
+    gradient, and the optimum is the same for all positive weights.
 
     `gamma` and `tau` temper the target as in `tb`.
 
@@ -27,11 +27,11 @@ class TrajectoryBalanceLearnedZ(Objective):
 
     beta: PositiveFloat = 0.05
     """Temperature of the target: smaller values weigh the reward more, larger ones keep more of the
-    reference's spread."""
+    reference's diversity."""
     taper: Taper = "none"
-    """Which responses weigh min(pi / mu, 1), as for `tb`: residual, reward, or none."""
+    """Responses with weight min(pi / mu, 1), as for `tb`: residual, reward, or none."""
     head_learning_rate: PositiveFloat = 0.05
-    """Learning rate of AdamW for the head; it follows the schedule of the policy's."""
+    """AdamW's learning rate for the head; it follows the policy's schedule."""
     gamma: PositiveFloat = 1.0
     """Temperature of the reference in the target; above 1, the reward weighs more."""
     tau: PositiveFloat = 1.0

@@ -13,11 +13,11 @@ class Topr(Objective):
         loss[b] = -mean_j w_j (r_j - c) log pi(y_j),  c = `baseline`
         w_j     = 1 where r_j >= c, else min(pi / mu, 1) of the response, without gradient
 
-    mu is the policy that sampled y_j. There is no KL. `tb` has such weights with
-    `taper`, by the sign of its residual and by the reward.
+    mu is the policy that sampled y_j. There is no KL. `taper` gives `tb` similar
+    weights, by the sign of its residual and by the reward.
 
-    Tapered Off-Policy REINFORCE (arXiv 2503.14286). There, rewards are 1 and -1: those of 0 and 1
-    with `baseline = 0.5` are half of these.
+    Tapered Off-Policy REINFORCE (arXiv 2503.14286). There, rewards are 1 and -1; rewards of 0
+    and 1 minus `baseline = 0.5` are half of these.
     """
 
     needs_behavior = True

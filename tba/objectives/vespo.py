@@ -8,7 +8,7 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class Vespo(Objective):
-    """VESPO: a policy gradient whose weight falls smoothly where a response left its policy.
+    """VESPO: policy gradient with weights that decay smoothly as responses become off-policy.
 
         loss[b] = -sum_j phi(w_j) A_j log pi(y_j) / (tokens of the group)
         phi(w)  = w^k exp(lambda (1 - w)), without gradient

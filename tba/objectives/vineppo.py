@@ -9,7 +9,7 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class VinePpo(Objective):
-    """VinePPO: clipped policy gradient with advantages from rollouts in search.
+    """VinePPO: clipped policy gradient with advantages from rollouts during search.
 
         loss[b] = -mean_j sum_t [min(rho_t A_t, clip(rho_t) A_t) - beta KL_t]
         A_t     = V(state after t's step) - V(state before it)
@@ -18,11 +18,11 @@ class VinePpo(Objective):
     responses, V of the last is r, and V between them is the mean reward of `rollouts`
     continuations, sampled with the weights that made the response.
 
-    The authors use 9 rollouts and whiten over the tokens of the whole batch, here of a group:
+    The authors use 9 rollouts, and whiten over the tokens of the batch (here, of a group):
     `objective.rollouts=9 objective.whiten=true`.
 
-    VinePPO (arXiv 2410.01679), equations 7-8; there a step is a line, and V of the first state has
-    rollouts of its own.
+    VinePPO (arXiv 2410.01679), equations 7-8; there a step is a line, and V of the first state
+    is also estimated by rollouts.
     """
 
     needs_behavior = True

@@ -1,4 +1,4 @@
-"""The replay buffer: distinct trajectories of each prompt, newest copy kept, oldest dropped."""
+"""Replay buffer: distinct trajectories of each prompt; newest copies kept, oldest dropped."""
 
 import math
 from collections import Counter, deque
@@ -14,17 +14,17 @@ from tba.strategies import Columns, Strategy
 from tba.types import GIVEN, RESTART, Group, Trajectory, marks_of
 
 STEPS = 50
-"""Most steps over which `Pace` compares samples."""
+"""Maximum number of steps over which `Pace` compares samples."""
 
 
 @dataclass
 class ReplayBuffer:
-    """At most `per_prompt` distinct responses of each prompt, and `capacity` in all.
+    """Up to `per_prompt` distinct responses to each prompt, and `capacity` in total.
 
-    A response that arrives again replaces its earlier copy, and their samples add up. All of a
-    prompt's reference log-probs are of one reference, the newest. Every sample is accounted for:
+    A response that arrives again replaces its earlier copy, and their counts add up. All of a
+    prompt's reference log-probs are from one reference, the newest. Every sample is accounted for:
     added == len(buffer) + duplicates + evicted_per_prompt + evicted_capacity + evicted_reference
-    + dropped; not_finite counts those that are not added.
+    + dropped; not_finite counts samples that are not added.
     """
 
     per_prompt: int = 100
@@ -40,7 +40,7 @@ class ReplayBuffer:
         return len(self._store.heads)
 
     def add(self, groups: Iterable[Group], now: int) -> None:
-        """Store what arrived at step `now`, and drop the oldest responses beyond the limits."""
+        """Store groups that arrived at step `now`; drop the oldest responses beyond the limits."""
         for group in groups:
             self._add(group, now)
         excess = len(self) - self.capacity
@@ -51,7 +51,7 @@ class ReplayBuffer:
     def sample(
         self, groups: int, size: int, strategy: Strategy, now: int, rng: np.random.Generator
     ) -> list[Group]:
-        """Return groups of `size` trajectories; `short_groups` counts those that repeat some."""
+        """Return groups of `size` trajectories; `short_groups` counts groups with repeated ones."""
         if not len(self):
             raise ValueError("the replay buffer is empty: wait for the first groups")
         drawn = np.asarray(strategy.draw(self.columns(), groups, size, now, rng))
@@ -71,27 +71,27 @@ class ReplayBuffer:
         )
 
     def groups(self) -> list[Group]:
-        """Return everything that the buffer holds: a group for each prompt, by latest arrival."""
+        """Return the whole content: a group for each prompt, by latest arrival."""
         return self._store.groups(self._store.rows_by_prompt())
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Prepare to write the buffer into a checkpoint's folder, and return what writes it.
+        """Copy the state and return the function that writes it into a checkpoint's folder.
 
-        That function may run in another thread while the buffer is in use.
+        The function may run in another thread while the buffer is in use.
         """
         return partial(self._store.state(self.counts).write, folder)
 
     def load(self, folder: Path) -> None:
-        """Replace the content by a saved one."""
+        """Replace the content with a saved one."""
         state = State.read(folder)
         self._store = Store()
         self.counts = Counter(state.counts)
         self._store.restore(state)
 
     def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
-        """Replace the rewards by those that `score` gives to each group as it arrived.
+        """Replace the rewards with the results of `score`, for each group as it arrived.
 
-        Groups of which each response has arrived again since are left out. A response whose rewards
+        Groups whose responses have all arrived again since are skipped. A response whose rewards
         are all NaN is dropped.
         """
         store = self._store
@@ -114,7 +114,7 @@ class ReplayBuffer:
         store.rows["reward"][:] = rewards
         state = store.state(self.counts)
         self._store = Store()
-        self._store.restore(state)  # which orders the prompts by what is left of them
+        self._store.restore(state)  # reorders the prompts by their remaining rows
 
     def clear(self) -> None:
         """Drop everything."""
@@ -153,9 +153,9 @@ class ReplayBuffer:
 class Pace:
     """Limit on how often a sample is trained on: `max_reuse` times, on average over `steps`.
 
-    With the step that is next, samples trained on <= max_reuse x samples that entered the buffer,
-    and the same over `STEPS`. `marks` are the totals of both after each of the latest draws; those
-    of a new run are 0.
+    Including the next step, samples trained on <= max_reuse x samples that entered the buffer, both
+    over the last `steps` and over the last `STEPS`. `marks` are the totals of both after each of
+    the latest draws; a new run starts with 0.
     """
 
     def __init__(self, max_reuse: float, marks: Iterable[Sequence[int]], steps: int = STEPS):
@@ -164,7 +164,7 @@ class Pace:
         self.marks = deque(marks, maxlen=STEPS)
 
     def missing(self, batch: int, entered: int) -> int:
-        """Return the samples that must still enter before a step on `batch` samples."""
+        """Return how many samples must still enter before a step on `batch` samples."""
         total, _ = self.marks[-1]
         missing = 0
         for steps in self._windows:
@@ -174,12 +174,12 @@ class Pace:
         return missing
 
     def drew(self, batch: int, entered: int) -> None:
-        """Record the draw of a step."""
+        """Record a step's draw."""
         self.marks.append((self.marks[-1][0] + batch, entered))
 
 
 def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Strategy) -> None:
-    """Raise ValueError unless the draw of a strategy keeps the contract."""
+    """Raise ValueError if a strategy's draw violates the contract."""
     sound = drawn.dtype.kind == "i" and drawn.shape == shape and drawn.max() < len(rows["stamp"])
     if sound:
         chosen = drawn >= 0
@@ -196,16 +196,16 @@ def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Str
 
 
 def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Trajectory:
-    """Return a trajectory of a prompt of its own as one of the stored prompt.
+    """Return a trajectory with its own prompt as a trajectory of the stored prompt.
 
-    Sessions of an agent may begin unlike. What the stored prompt lacks is given; where it has
-    something else, the trajectory begins with a new context.
+    Sessions of an agent may begin differently. Tokens after the stored prompt are marked as given;
+    if the prompts differ before that, the trajectory begins with a new context.
     """
     begins_alike = np.array_equal(own[: len(stored)], stored)
     given = own[len(stored) :] if begins_alike else own
     if begins_alike and not len(given):
         return t
-    # sessions that share not even their first token have no prompt, and begin with given tokens
+    # sessions whose first tokens differ have an empty prompt, and begin with given tokens
     marks = np.concatenate([np.full(len(given), GIVEN, np.uint8), marks_of(t)])
     marks[0] = GIVEN if begins_alike else RESTART
     zeros = np.zeros(len(given), np.float32)

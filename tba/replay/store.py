@@ -1,7 +1,7 @@
 """Storage of distinct trajectories, in memory and on disk, without a policy on what to keep.
 
-A trajectory is a row of numbers, and its tokens and log-probs are the `content` of that row: one
-string of bytes, which never changes.
+A trajectory is a row of numbers. Its tokens and log-probs are the row's `content`: one immutable
+string of bytes.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ CONTENT: dict[str, DTypeLike] = {
     "versions": np.int32,
     "marks": np.uint8,
 }
-"""Arrays of a trajectory that are its content, one after the other."""
+"""Arrays of a trajectory whose concatenation is its content."""
 OPTIONAL = {"value": "valued", "versions": "switched", "marks": "masked"}
-"""Arrays that only some trajectories have, with the column that says which do."""
+"""Arrays that only some trajectories have, and the columns that mark these trajectories."""
 SHOWN = ("prompt", "reward", "version", "arrived", "count", "arrived_count", "length")
 """Columns that strategies see."""
 SAVED = (*SHOWN, "finished", *OPTIONAL.values())
@@ -47,11 +47,11 @@ ROW |= dict.fromkeys(("finished", *OPTIONAL.values()), bool)
 ROW |= {"reward": np.float64, "key": KEY, "stamp": np.int64, "content": object}
 """Columns of the distinct responses."""
 PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
-"""Columns of the prompts: the step of the latest arrival, and how many responses there are."""
+"""Columns of the prompts: step of the latest arrival, number of responses, and stamp."""
 
 
 class Table:
-    """Numbers in named columns, by row; `stamp` is that of the latest arrival, EMPTY if free."""
+    """Numbers in named columns. A row's `stamp` orders latest arrivals; EMPTY marks a free row."""
 
     def __init__(self, kinds: Mapping[str, DTypeLike]) -> None:
         self.columns = {name: np.zeros(0, kind) for name, kind in kinds.items()}
@@ -61,7 +61,7 @@ class Table:
         return self.columns[column]
 
     def take(self, count: int) -> np.ndarray:
-        """Return so many free rows. They are in use as soon as they have a stamp."""
+        """Return `count` free rows. A row is in use once it has a stamp."""
         size = len(self["stamp"])
         missing = count - len(self._free)
         if missing > 0:
@@ -76,7 +76,7 @@ class Table:
         return np.array(taken[::-1], np.int32)
 
     def by_stamp(self, among: np.ndarray | bool = True) -> np.ndarray:
-        """Return the rows in use, the oldest stamp first; with a mask, the rows among them."""
+        """Return the rows in use, oldest stamp first; with a mask, only rows among them."""
         stamp = self["stamp"]
         rows = np.flatnonzero((stamp != EMPTY) & among)
         return rows[np.argsort(stamp[rows])].astype(np.int32)
@@ -111,7 +111,7 @@ class State:
 
     @classmethod
     def read(cls, folder: Path) -> "State":
-        """Read what `write` wrote."""
+        """Read a state that `write` wrote."""
         path = folder / FOLDER
         plain = read_json(path / STATE)
         columns = load_file(path / COLUMNS)
@@ -138,7 +138,7 @@ class Store:
         self.prompts = Table(PROMPT)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
         self.earlier: dict[int, array[int]] = {}
-        """By row: step and samples, in turn, of the arrivals of its response before the latest."""
+        """By row: alternating steps and sample counts of its response's earlier arrivals."""
         self._numbers: dict[str, int] = {}
         self._index: dict[bytes, int] = {}
         self._arrivals = 0
@@ -151,11 +151,11 @@ class Store:
         return self.prompts.by_stamp()
 
     def rows_of(self, prompt: int) -> np.ndarray:
-        """Return the rows of a prompt, the oldest arrival first."""
+        """Return the rows of a prompt, oldest arrival first."""
         return self.rows.by_stamp(self.rows["prompt"] == prompt)
 
     def rows_by_prompt(self) -> list[np.ndarray]:
-        """Return the rows of each prompt, by the prompts' latest arrival."""
+        """Return the rows of each prompt, ordered by the prompts' latest arrival."""
         rows = self.rows.by_stamp()
         prompts = self.rows["prompt"][rows]
         order = np.argsort(self.prompts["stamp"][prompts], kind="stable")
@@ -163,14 +163,14 @@ class Store:
         return [part for part in np.split(rows[order], first) if len(part)]
 
     def evict(self, count: int, prompt: int | None = None) -> int:
-        """Remove the oldest rows, of a prompt or of all; return how many these are."""
+        """Remove the `count` oldest rows, of one prompt or of all; return their number."""
         stamp = self.rows["stamp"]
         among = True if prompt is None else self.rows["prompt"] == prompt
         rows = np.flatnonzero((stamp != EMPTY) & among)
         return self.remove(rows[np.argpartition(stamp[rows], count - 1)[:count]])
 
     def number(self, group: Group) -> int:
-        """Return the number of the group's prompt, which gets one if it has none."""
+        """Return the number of the group's prompt; assign one to a new prompt."""
         number = self._numbers.get(group.prompt.id)
         if number is None:
             number = self.prompts.take(1).item()
@@ -181,7 +181,7 @@ class Store:
         return number
 
     def arrived_since(self, rows: np.ndarray, since: int) -> np.ndarray:
-        """Return the samples that were each row's response and arrived at this step or later."""
+        """Return how many samples of each row's response arrived at this step or later."""
         samples = np.where(self.rows["arrived"][rows] >= since, self.rows["arrived_count"][rows], 0)
         for place, row in enumerate(rows.tolist()):
             if row in self.earlier:
@@ -192,7 +192,7 @@ class Store:
     def put(
         self, prompt: int, new: Mapping[bytes, Trajectory], samples: np.ndarray, now: int
     ) -> int:
-        """Write trajectories, each with its samples, over earlier copies or to free rows.
+        """Write trajectories and their sample counts over earlier copies, or into free rows.
 
         Return the number of earlier copies, whose arrivals are kept.
         """
@@ -231,7 +231,7 @@ class Store:
         return len(rows)
 
     def release_prompts(self) -> None:
-        """Free the numbers of prompts that have no rows left."""
+        """Free the numbers of prompts without rows."""
         prompts = self.prompts
         empty = np.flatnonzero((prompts["held"] == 0) & (prompts["stamp"] != EMPTY))
         for number in empty.tolist():
@@ -239,7 +239,7 @@ class Store:
         self.prompts.free(empty)
 
     def groups(self, drawn: Sequence[np.ndarray]) -> list[Group]:
-        """Return a group for each array of rows; a row that is repeated gives the same object."""
+        """Return a group for each array of rows; repeated rows give the same object."""
         rows = np.unique(np.concatenate([np.zeros(0, np.int32), *drawn]))
         by_row = dict(zip(rows.tolist(), self.trajectories(rows), strict=True))
         groups = []
@@ -256,7 +256,7 @@ class Store:
             yield _trajectory_of(dict(zip(columns, row, strict=True)))
 
     def state(self, counts: Mapping[str, int]) -> State:
-        """Return a copy of the content, but for what never changes."""
+        """Return a copy of the state that shares only immutable objects."""
         prompts = self.prompts_by_arrival()
         rows = self.rows.by_stamp()
         columns = {name: self.rows[name][rows] for name in SAVED}
@@ -292,7 +292,7 @@ class Store:
         self.release_prompts()
 
     def _arrive(self, prompt: int, rows: np.ndarray, keys: Sequence[bytes]) -> None:
-        """Make rows, which have been written, the newest ones of a prompt."""
+        """Make these written rows the newest ones of a prompt."""
         table = self.rows
         prompts = self.prompts
         self._index.update(zip(keys, rows.tolist(), strict=True))
@@ -306,7 +306,7 @@ class Store:
 
 
 def key_of(response: Trajectory, prompt: int) -> bytes:
-    """Return a digest: two of a million responses share these 96 bits with a chance below 1e-16."""
+    """Return a 96-bit digest; the collision probability of a million responses is below 1e-16."""
     content = response.tokens.tobytes()
     if response.marks is not None:
         content += response.marks.tobytes()
@@ -316,7 +316,7 @@ def key_of(response: Trajectory, prompt: int) -> bytes:
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the columns that a trajectory is read with, by name."""
+    """Return the columns from which `_trajectory_of` restores a trajectory, by name."""
     held = {}
     for name, kind in CONTENT.items():
         given = getattr(trajectory, name)
@@ -355,14 +355,14 @@ def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
 
 
 def save_groups(groups: Sequence[Group], file: Path) -> None:
-    """Write groups as JSON, one a line; every number is read back as it was."""
+    """Write groups as JSON, one per line; numbers are read back exactly."""
     with file.open("w", encoding="utf-8") as lines:
         for group in groups:
             lines.write(json.dumps(asdict(group), default=np.ndarray.tolist) + "\n")
 
 
 def load_groups(file: Path) -> tuple[Group, ...]:
-    """Return what `save_groups` wrote."""
+    """Return groups that `save_groups` wrote."""
     groups = []
     for line in file.read_text("utf-8").splitlines():
         plain = json.loads(line)

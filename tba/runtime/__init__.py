@@ -1,4 +1,4 @@
-"""Runtimes, in which searchers run. `Searchers` is their interface to the train loop."""
+"""Runtimes, which run the searchers. `Searchers` is their interface to the train loop."""
 
 from collections import deque
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from tba.types import Group
 from tba.weights import Sent
 
 WINDOW = 64
-"""Samples that must have been scored before their rejections count."""
+"""Minimum number of scored samples before rejections count."""
 TRUNCATED_AT_MOST = 256
-"""Samples in a row that may be rejected because they are cut off, before the run stops."""
+"""Number of consecutive samples that are rejected as truncated after which the run stops."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SearchJob:
     setup: SearchSetup
     stream: PromptStream
     tell: Callable[[str], None] = lambda phase: None
-    """Told what the trainer waits for, again and again while it waits."""
+    """Called repeatedly, while the trainer waits, with a description of what it waits for."""
 
     @property
     def settings(self) -> RuntimeTable:
@@ -40,7 +40,7 @@ class SearchJob:
         return seed_of(self.setup.config.run.seed, Use.SEARCH, number)
 
     def seconds_for(self, groups: int) -> float:
-        """Return the seconds in which the groups must arrive. The setting is for a batch."""
+        """Return the deadline in seconds for these groups; the setting is per batch."""
         trainer = self.setup.config.trainer
         return trainer.deadline * max(1.0, groups / trainer.groups)
 
@@ -48,7 +48,7 @@ class SearchJob:
 class RejectionMonitor:
     """Stops the run when more than `max_share` of the last 64 or more samples were rejected.
 
-    Samples that are rejected because they are cut off do not count, unless all are.
+    Samples that are rejected as truncated do not count, unless all of them are.
     """
 
     def __init__(self, max_share: float):
@@ -79,7 +79,7 @@ class RejectionMonitor:
             )
 
     def _count_truncated(self, stats: SearchStats) -> None:
-        """Count the samples in a row that were cut off; SearchError if nothing else is left."""
+        """Count consecutive truncated samples; SearchError if there were no others for too long."""
         cut_off = 0 < stats.generated == stats.rejected[TRUNCATED.reason]
         self._truncated = self._truncated + stats.generated if cut_off else 0
         if self._truncated >= TRUNCATED_AT_MOST:
@@ -100,33 +100,33 @@ class Searchers(Protocol):
     def gather(self, at_least: int) -> list[Group]:
         """Return the groups found since the last call.
 
-        Blocks only until there are `at_least` of them; TimeoutError past its deadline.
+        Blocks only until there are `at_least` of them; TimeoutError after its deadline.
         """
 
     def publish(self, trainer: Trainer, version: int) -> None:
-        """Send the trainer's weights to every searcher, without waiting for one.
+        """Send the trainer's weights to every searcher, without waiting for any of them.
 
         They are copied before this returns; the rest may happen in the background.
         """
 
     def reset_reference(self, sent: Sent) -> None:
-        """Make these weights the reference of the searches that begin from now on.
+        """Make these weights the reference of all searches that start from now on.
 
-        Outside of lockstep, searchers that are slow may get it later.
+        Except in lockstep, slow searchers may get it later.
         """
 
     def evaluate(self, step: int) -> int:
-        """Request an evaluation of the weights published last, and return their version at once.
+        """Request an evaluation of the last published weights, and return their version at once.
 
-        Its result names the `step` at which it is requested. Another one that has been requested
-        and has not begun ends without scores.
+        Its result names the `step` at which it was requested. An earlier request whose evaluation
+        has not started ends without scores.
         """
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
-        """Return the evaluations that ended since the last call; `finish` waits for all of them."""
+        """Return evaluations that ended since the last call; `finish` waits for all open ones."""
 
     def state(self) -> SearchState:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
 
     def close(self) -> None:
-        """End the search. It may be called twice."""
+        """End the search. May be called twice."""

@@ -1,4 +1,4 @@
-"""Searcher in a process of its own."""
+"""Searcher in a separate process."""
 
 import threading
 import time
@@ -19,12 +19,12 @@ from tba.weights import Sent, Weights
 
 
 class SearcherActor:
-    """Searcher that runs several searches at once, each in a thread of its own.
+    """Searcher that runs several searches at once, each in its own thread.
 
     Searches hold a lock shared, and newer weights may be loaded while they run. A piece of an
     evaluation needs the same weights until it ends. If they are still the newest, it holds the lock
-    shared, and newer weights wait for it. Otherwise it holds the lock alone, and the next search
-    loads the newest again. A change of the reference holds the lock alone.
+    shared, and newer weights wait for it. Otherwise it holds the lock exclusively, and the next
+    search reloads the newest weights. A change of the reference holds the lock exclusively.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class SearcherActor:
             return
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
-        self._version = SharedLock()  # held shared by work during which the version must stay
+        self._version = SharedLock()  # held shared while the version must not change
         self._loading = threading.Lock()
-        self._newest: Sent | None = None  # of all that were sent; guarded by `_loading`
+        self._newest: Sent | None = None  # of all weights sent; guarded by `_loading`
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working = 0
-        self._since = time.perf_counter()  # when `_working` has changed
-        with suppress(SearchError):  # raised by `machine`: it would be lost with the constructor
+        self._since = time.perf_counter()  # when `_working` last changed
+        with suppress(SearchError):  # `machine` raises it: the constructor would lose it
             self._load_newest(newest)
 
     def machine(self) -> str:
@@ -63,7 +63,7 @@ class SearcherActor:
         return str(ray.get_runtime_context().get_node_id())
 
     def publish(self, weights: Sent) -> None:
-        """Load newer weights beside the searches that run."""
+        """Load newer weights while searches run."""
         self._enter()
         with self._searches.shared():
             self._load_newest(weights)
@@ -71,7 +71,7 @@ class SearcherActor:
     def search(
         self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
     ) -> SearchResult:
-        """Search with the newest weights, or with `weights` if these are newer."""
+        """Search with the newest weights, or with `weights` if those are newer."""
         with self._work(reference), self._searches.shared():
             self._load_newest(weights)
             result = self._searcher.search(prompts, seed)
@@ -92,7 +92,7 @@ class SearcherActor:
 
     @contextmanager
     def _work(self, reference: Sent | None) -> Iterator[None]:
-        """Surround work, with this reference or a newer one. Outside of it the searcher waits."""
+        """Wrap work that uses this reference or a newer one; its time counts as busy."""
         self._enter()
         self._count(1)
         try:
@@ -103,7 +103,7 @@ class SearcherActor:
             self._count(-1)
 
     def _count(self, change: int) -> None:
-        """Count the time until now as waiting or busy, whatever number of tasks runs at once."""
+        """Count the time since the last change as busy if any task was running, else as waiting."""
         with self._counting:
             now = time.perf_counter()
             self._unreported.seconds["busy" if self._working else "waiting"] += now - self._since
@@ -112,19 +112,19 @@ class SearcherActor:
 
     @contextmanager
     def _holding(self, weights: Sent) -> Iterator[None]:
-        """Surround work that needs exactly these weights until it ends."""
+        """Wrap work that needs exactly these weights until it ends."""
         with self._searches.shared():
             self._load_newest(weights)
             with self._version.shared():
                 if self._searcher.engine.version == weights.version:
                     yield
                     return
-        with self._searches.alone():  # a search must not run with older weights
+        with self._searches.alone():  # no search may run with older weights
             self._load(weights)
             yield
 
     def _load_newest(self, weights: Sent | None) -> None:
-        """Load the newest weights sent so far, including these, unless they are loaded."""
+        """Load the newest weights sent so far, including `weights`, unless they are loaded."""
         with self._loading:
             newest = self._newest
             if newest is None or (weights is not None and weights.version > newest.version):
@@ -151,7 +151,7 @@ class SearcherActor:
             self._unreported.measured(gap)
 
     def _refuse_wrong(self) -> None:
-        """Raise the error of a failed weight update, also to searches that began before it."""
+        """Raise the error of a failed weight update, also in searches that began before it."""
         if self._wrong is not None:
             raise self._wrong
 

@@ -1,4 +1,4 @@
-"""The Ray of a run, private or a cluster, and the places of trainer and searchers on it."""
+"""Ray instance of a run, private or a cluster, and the places of trainer and searchers on it."""
 
 import atexit
 import logging
@@ -41,7 +41,7 @@ from tba.runtime.placement import Place
 from tba.weights import Probe, Sent, Weights, as_view
 
 BUCKET = 2**30
-"""Bytes of an object that holds a part of the weights, unless a tensor alone has more."""
+"""Maximum bytes of an object with a part of the weights, unless a single tensor has more."""
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +49,17 @@ INLINE = 2**28
 """Bytes of arguments and results that a private Ray keeps out of its object store."""
 
 SENT = 2**26
-"""Bytes that are sent to each machine to see how fast the network is."""
+"""Bytes that are sent to each machine to measure the network's speed."""
 
 STARTING = 3.0
-"""Seconds in which Ray's GCS may still start. If it is killed, Ray waits 30 s for its port."""
+"""Seconds that Ray's GCS gets to finish starting. If it is killed, Ray waits 30 s for its port."""
 
 LEAVING = 30.0
 LEAVING_LOST = 10.0
-"""Seconds for leaving Ray, and for leaving one that is lost, after which it is abandoned."""
+"""Seconds for leaving Ray, and for leaving it if it is lost, after which it is abandoned."""
 
 REACHED = 1.0
-"""Seconds in which a machine of the cluster must accept a connection, or it is lost."""
+"""Seconds after which a machine that does not accept a connection is considered lost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,9 @@ class Buckets:
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """Transport through Ray's object store: one copy on each node, as long as its parcel exists."""
+    """Transport through Ray's object store: one copy per node, while its parcel exists."""
 
-    deadline: float  # seconds that weights may take to arrive
+    deadline: float  # in seconds, for weights to arrive
     put: Callable[[Any], Any] = ray.put
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,19 +115,19 @@ class ObjectStore:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Room for a process: its place on a machine, and the GPUs or CPUs that it needs of Ray.
+    """Resources for a process: its place on a machine, and its GPUs or CPUs in Ray.
 
-    A `group` holds them on one machine, which Ray looks for until there is one.
+    A `group` reserves them on one machine; Ray waits until there is such a machine.
     """
 
     place: Place
     needs: Mapping[str, float]
     group: PlacementGroup | None = None
-    index: int = 0  # of the room in its group
+    index: int = 0  # of the bundle in its group
 
     @property
     def options(self) -> dict[str, Any]:
-        """Ray's options of an actor that takes the room."""
+        """Ray's options for an actor in this slot."""
         needs = {"num_cpus": self.needs.get("CPU", 0), "num_gpus": self.needs.get("GPU", 0)}
         if self.group is None:
             return needs
@@ -135,13 +135,13 @@ class Slot:
         return {**needs, "scheduling_strategy": strategy}
 
     def machine(self) -> str | None:
-        """Return Ray's id of the machine with the room of the group, if it has found one."""
+        """Return Ray's id of the machine on which the group is placed; None if pending."""
         table = placement_group_table(self.group)
         found = table["state"] == "CREATED"
         return str(table["bundles_to_node_id"][self.index]) if found else None
 
     def anew(self) -> "Slot":
-        """Ask Ray for the same room on any machine."""
+        """Request the same resources again, on any machine."""
         if self.group is None:
             return self
         remove_placement_group(self.group)
@@ -152,7 +152,7 @@ class Slot:
 def request(
     places: Sequence[Place], needs: Mapping[str, float], strategy: str = "STRICT_PACK"
 ) -> list[Slot]:
-    """Ask Ray for room for processes at these places, on one machine."""
+    """Request resources for processes at these places, by default on one machine."""
     group = placement_group([dict(needs)] * len(places), strategy)
     return [Slot(place, needs, group, index) for index, place in enumerate(places)]
 
@@ -168,25 +168,25 @@ def is_lost(machine: str) -> bool:
 
 
 class Reservation:
-    """Holds a GPU for the trainer, so that Ray assigns it to no searcher."""
+    """Reserves a GPU for the trainer, so that Ray does not assign it to a searcher."""
 
     def gpus(self) -> list[str]:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 class Connection:
-    """The Ray that this process has joined or started, and the calls to it.
+    """The Ray instance that this process has joined or started, and the calls to it.
 
-    A Ray that it starts is private: on loopback, in a folder that only this user enters. Its
-    processes inherit a mark. A watcher ends them after a kill, which Ray's agents outlive.
+    An instance that it starts is private: on loopback, in a folder that only this user can enter.
+    Its processes inherit a mark. A watcher ends them after a kill, which Ray's agents survive.
     """
 
     def __init__(self, settings: RuntimeTable, ranks: int = 0):
         self.calls = Calls(settings.cluster_deadline)
         self._watcher: Child | None = None
         self._clean_up: Callable[[], None] = lambda: None
-        self.folder: Path | None = None  # of a private Ray
-        # every process finds modules where this one does: Ray would put the current folder first
+        self.folder: Path | None = None  # of a private instance
+        # all processes use this one's module path: Ray would put the current folder first
         job = JobConfig(_client_job=True, _py_driver_sys_path=[*map(str, reversed(sys.path))])
         options: Any = {"job_config": job, "log_to_driver": False, "logging_level": logging.ERROR}
         start: partial[Any] = partial(ray.init, settings.address, **options)
@@ -217,7 +217,7 @@ class Connection:
             raise
 
     def _await_gcs(self) -> None:
-        """Let a GCS that is starting say its port: Ray waits for it and holds Python's lock."""
+        """Wait until a starting GCS reports its port: Ray waits for it while holding the GIL."""
         until = time.monotonic() + STARTING
         folder = self.folder
         while folder and time.monotonic() < until and not any(folder.rglob("gcs_server_port*")):
@@ -226,28 +226,28 @@ class Connection:
     def close(self, leaving: float = LEAVING_LOST) -> None:
         """Leave a cluster, or end the private Ray with all of its processes.
 
-        A Ray that is lost is abandoned after `leaving` seconds.
+        If Ray is lost, it is abandoned after `leaving` seconds.
         """
-        self.calls.look(patience=0.0)  # a process that is stopped cannot end Ray
+        self.calls.look(patience=0.0)  # stopped processes cannot shut down
         lost = self.calls.lost
         if lost:
-            self._clean_up()  # what does not answer is killed first
+            self._clean_up()  # first kill what does not answer
         left = self.calls.attempt(leaving if lost else LEAVING, ray.shutdown)
         if lost or not left:
-            atexit.unregister(ray.shutdown)  # it would be waited for again
-        self._clean_up()  # Ray makes its folder anew while it leaves
+            atexit.unregister(ray.shutdown)  # it would wait again
+        self._clean_up()  # Ray recreates its folder while shutting down
         if self._watcher is not None and left and not lost:
-            self._watcher.kill()  # else it cleans up again when this process has ended
+            self._watcher.kill()  # otherwise it cleans up again after this process
         self.calls.close()
 
 
 def _start_private(options: dict[str, Any], processes: int, mark: str, folder: Path) -> Any:
-    """Start a private Ray for so many processes, with the GPUs of this machine."""
-    # at Ray's default of 15, any other program on its core starves a searcher
+    """Start a private Ray for this number of processes, with this machine's GPUs."""
+    # at Ray's default niceness of 15, any other program on its core starves a searcher
     os.environ.setdefault("RAY_worker_niceness", "0")
     before = os.environ.get(MARK, "")
     os.environ[MARK] = mark
-    starting = [os.setsid]  # signals to the group of this process, as Ctrl-C, do not reach Ray
+    starting = [os.setsid]  # keeps signals to this process group, as Ctrl-C, from Ray
     os.register_at_fork(after_in_child=lambda: [leave_group() for leave_group in starting])
     try:
         return ray.init(
@@ -255,9 +255,9 @@ def _start_private(options: dict[str, Any], processes: int, mark: str, folder: P
             num_cpus=processes,
             num_gpus=placement.gpu_count(),
             include_dashboard=False,
-            _temp_dir=str(folder / "ray"),  # Ray lets everybody enter this one
-            # when the object store dies, it ends every process that waits for it, and nothing
-            # is saved
+            _temp_dir=str(folder / "ray"),  # Ray makes this folder accessible to all users
+            # keep objects out of the object store: if it dies, it ends every process that waits
+            # for it, and nothing is saved
             _system_config={
                 "max_direct_call_object_size": INLINE,
                 "task_rpc_inlined_bytes_limit": INLINE,
@@ -271,26 +271,26 @@ def _start_private(options: dict[str, Any], processes: int, mark: str, folder: P
 
 @dataclass
 class Cluster:
-    """A running Ray, and where the trainer and the searchers run on it."""
+    """A running Ray instance, and where trainer and searchers run on it."""
 
     connection: Connection
     transport: SharedMemory | ObjectStore
-    machine: str  # Ray's id of this one
+    machine: str  # Ray's id of this machine
     trainer: Place  # of this process
     searchers: list[Slot] = field(default_factory=list)
-    ranks: list[Slot] = field(default_factory=list)  # none if the trainer is in this process
-    reservation: Any = None  # actor that holds the trainer's GPU as long as this handle exists
+    ranks: list[Slot] = field(default_factory=list)  # empty if the trainer is in this process
+    reservation: Any = None  # actor that reserves the trainer's GPU while this handle exists
 
 
 def open_cluster(settings: RuntimeTable, each: int = 1, ranks: int = 1) -> Cluster:
     """Join the cluster at `runtime.address`, or start a private Ray on loopback.
 
-    An engine runs on `each` GPUs. The trainer has so many `ranks`. ValueError if the cluster is too
-    small, TimeoutError if other jobs have what is needed for longer than `runtime.start_deadline`.
+    An engine runs on `each` GPUs, and the trainer has `ranks` ranks. ValueError if the cluster is
+    too small, TimeoutError if other jobs use the resources beyond `runtime.start_deadline`.
     """
     connection = Connection(settings, ranks if ranks > 1 else 0)
     try:
-        seconds = 2 * settings.start_deadline  # its own deadline is half of it, and has a sentence
+        seconds = 2 * settings.start_deadline  # `_share` has half of it, and gives a reason
         what = "share its GPUs"
         return connection.calls.within(seconds, what, _share, connection, settings, each, ranks)
     except BaseException:
@@ -314,7 +314,7 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     own, searching = placement.places_on_one_machine(settings)
     on_linux = sys.platform == "linux"
     transport = SharedMemory() if on_linux else _object_store(settings, connection)
-    if settings.address is not None:  # their cores are unknown
+    if settings.address is not None:  # the cores of its machines are unknown
         own = replace(own, cores=())
         searching = [Place("cuda:0" if kind == "GPU" else "cpu")] * settings.most_searchers
         transport = _object_store(settings, connection)
@@ -334,7 +334,7 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
         raise TimeoutError(
             f"trainer and searchers need {needed:g} {kind}s (the trainer's on one machine), which"
             f" did not become free within runtime.start_deadline = {settings.start_deadline:g} s:"
-            f" other jobs of this Ray have {taken:g} of its {every:g} (`ray status` shows them);"
+            f" other jobs of this Ray use {taken:g} of its {every:g} (`ray status` shows them);"
             " end these jobs, or lower runtime.searchers or trainer.devices"
         ) from late
     check_room([*free.values()])
@@ -346,14 +346,14 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
 
 
 def _object_store(settings: RuntimeTable, connection: Connection) -> ObjectStore:
-    """Return the transport of the train loop's process, in which a call to Ray may never return."""
+    """Return the train loop's transport, with a deadline: calls to Ray may never return."""
     seconds = settings.task_deadline
     put = partial(connection.calls.within, seconds, "take weights", ray.put)
     return ObjectStore(seconds, put)
 
 
 def _wait_until_free(kind: str, needed: float, until: float) -> None:
-    """Wait until there are as many free GPUs or CPUs as trainer and searchers need."""
+    """Wait until as many GPUs or CPUs are free as trainer and searchers need."""
     while ray.available_resources().get(kind, 0.0) < needed - 1e-3:
         if time.monotonic() > until:
             raise TimeoutError
@@ -363,7 +363,7 @@ def _wait_until_free(kind: str, needed: float, until: float) -> None:
 def _room_for_ranks(
     places: Sequence[Place], kind: str, free: dict[str, int], until: float
 ) -> list[Slot]:
-    """Return the room of the trainer's ranks, on one machine if one is large enough."""
+    """Return slots for the trainer's ranks, on a single machine if one is large enough."""
     together = max(free.values()) >= len(places)
     slots = request(places, {kind: 1.0}, "STRICT_PACK" if together else "PACK")
     assert slots[0].group is not None
@@ -382,7 +382,7 @@ def _room_for_ranks(
 
 
 def _reserve(own: Place, here: str, until: float) -> tuple[Any, Place]:
-    """Reserve a GPU of this machine for the trainer; return what holds it, and its place."""
+    """Reserve a GPU of this machine for the trainer; return the reservation and the place."""
     strategy = NodeAffinitySchedulingStrategy(here, soft=False)
     request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)
     reservation: Any = request.remote()
@@ -392,14 +392,14 @@ def _reserve(own: Place, here: str, until: float) -> tuple[Any, Place]:
 
 
 def folders(policy: PolicyTable) -> dict[str, str]:
-    """Return the folders that every machine must see, by their settings, if they exist here."""
+    """Return the folders that every machine must see, by setting; only those that exist here."""
     lora = policy.lora
     named = {"policy.model": policy.model, "policy.lora.from": lora.start if lora else None}
     return {key: path for key, path in named.items() if path and Path(path).is_dir()}
 
 
 def check_seen(folders: Mapping[str, str]) -> None:
-    """Raise ValueError, which names this machine, unless it sees each of the folders."""
+    """Raise ValueError, naming this machine, if it cannot see one of the folders."""
     for key, path in folders.items():
         if not Path(path).is_dir():
             machine = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
@@ -411,7 +411,7 @@ def check_seen(folders: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a cluster, and the bytes per second that it receives."""
+    """A machine of a cluster; `rate` is its download speed in bytes per second."""
 
     name: str
     gpus: int
@@ -420,9 +420,9 @@ class Node:
 
 
 def look_at_nodes(settings: RuntimeTable) -> list[Node]:
-    """Join the cluster, and ask each of its machines, to which SENT bytes are sent.
+    """Join the cluster, query each of its machines, and send each SENT bytes.
 
-    ClusterLostError, which names the machine, unless it answers in `runtime.start_deadline`.
+    ClusterLostError, naming the machine, if one does not answer in `runtime.start_deadline`.
     """
     connection = Connection(settings)
     try:
@@ -443,7 +443,7 @@ def look_at_nodes(settings: RuntimeTable) -> list[Node]:
 
 
 def _answer(sent: tuple[Any, ...]) -> tuple[str, float]:
-    """Return a machine's packages, and the bytes per second to it."""
+    """Return this machine's package versions, and its download speed in bytes per second."""
     began = time.perf_counter()
     ray.get(sent[0])
     rate = SENT / (time.perf_counter() - began)

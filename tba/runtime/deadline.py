@@ -1,8 +1,8 @@
-"""Calls to Ray with a deadline, the watch over Ray's processes, and its environment.
+"""Calls to Ray with a deadline, monitoring of Ray's processes, and Ray's environment.
 
-A call to Ray may never return, because its processes have been stopped or killed. Python cannot
-interrupt such a call, and while the main thread is in it, signals have no effect. Another thread
-therefore makes the call, and whoever needs its result waits in Python.
+A call to Ray may never return if Ray's processes have been stopped or killed. Python cannot
+interrupt such a call, and signals have no effect while the main thread is in it. Therefore another
+thread makes the call, and the caller waits for its result in Python.
 """
 
 import os
@@ -27,25 +27,25 @@ from tba.types import StepError
 T = TypeVar("T")
 
 EVERY = 0.5
-"""Seconds between two looks at Ray's processes."""
+"""Seconds between checks of Ray's processes."""
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
 
 
 class NoAnswerError(TimeoutError):
-    """Searchers that do not answer. The run is saved, which needs none of them, and ends."""
+    """Searchers do not answer. The run saves without them and stops."""
 
 
 class ClusterLostError(NoAnswerError):
-    """Ray has died, or does not answer."""
+    """Ray has died or does not answer."""
 
 
 @contextmanager
 def search_errors(problem: str) -> Iterator[None]:
-    """Raise errors of searchers as SearchError, which `problem` begins: then the run is saved.
+    """Raise errors of searchers as SearchError, prefixed with `problem`: the run is then saved.
 
-    The trainer is sound, whatever has happened to them.
+    Whatever has happened to searchers, the trainer is intact.
     """
     try:
         yield
@@ -56,26 +56,26 @@ def search_errors(problem: str) -> Iterator[None]:
 
 
 class Calls:
-    """Makes calls to Ray. Once one of them is late, or Ray is `lost`, it makes no others."""
+    """Makes calls to Ray. After a call is late or Ray is `lost`, it makes no more calls."""
 
     def __init__(self, deadline: float):
-        self.deadline = deadline  # seconds of a call that needs no time of its own
+        self.deadline = deadline  # default, in seconds
         self._lost: Future[str] = Future()
         self._waiting: SimpleQueue[Any] = SimpleQueue()  # calls; None ends the threads
         self._idle = threading.Semaphore(0)
-        """Threads that wait for a call. They stay: Linux kills what a thread has started when that
-        thread ends (PR_SET_PDEATHSIG), and one of them has started Ray."""
+        """Threads that wait for a call. They never end: Linux kills the children of a thread that
+        ends (PR_SET_PDEATHSIG), and one of them has started Ray."""
         self._processes: Mapping[str, psutil.Process] = {}
         self._stopped: Counter[str] = Counter()
-        """Looks at which each process was seen stopped."""
+        """Number of consecutive checks that found each process stopped."""
 
     @property
     def lost(self) -> bool:
         return self._lost.done()
 
     def lose(self, reason: str) -> None:
-        """End all calls, those that wait as well, because Ray is lost for this reason."""
-        with suppress(InvalidStateError):  # the first reason counts
+        """End all calls, including waiting ones, because Ray is lost for this reason."""
+        with suppress(InvalidStateError):  # keep the first reason
             self._lost.set_result(reason)
 
     def check(self) -> None:
@@ -84,11 +84,11 @@ class Calls:
             raise ClusterLostError(f"Ray is lost: {self._lost.result()}")
 
     def __call__(self, what: str, function: Callable[..., T], *args: Any) -> T:
-        """Return the result of a call, which has `runtime.cluster_deadline` seconds."""
+        """Return the result of a call, with a deadline of `runtime.cluster_deadline` seconds."""
         return self.within(self.deadline, what, function, *args)
 
     def within(self, seconds: float, what: str, function: Callable[..., T], *args: Any) -> T:
-        """Return the result of a call, which has these seconds; ClusterLostError if it is late."""
+        """Return the result of a call; ClusterLostError if it takes longer than `seconds`."""
         self.check()
         future = self._begin(partial(function, *args))
         either: list[Future[Any]] = [future, self._lost]
@@ -102,18 +102,18 @@ class Calls:
         return future.result()
 
     def attempt(self, seconds: float, function: Callable[..., Any]) -> bool:
-        """Make a call even if Ray is lost, and return whether it has ended in time, as it may."""
+        """Make a call even if Ray is lost; return whether it ended in time, even with an error."""
         future = self._begin(function)
         wait([future], seconds)
         return future.done()
 
     def watch(self, processes: Mapping[str, psutil.Process]) -> None:
-        """Lose Ray as soon as one of its processes, by name, has died or is stopped too long."""
+        """Mark Ray as lost once one of these processes (by name) dies or is stopped too long."""
         self._processes = processes
         threading.Thread(target=self._watch, daemon=True, name="watch over ray").start()
 
     def look(self, patience: float) -> None:
-        """Lose Ray if a process of it has died, or is stopped for so many seconds."""
+        """Mark Ray as lost if a process has died or was stopped for `patience` seconds."""
         for name, process in self._processes.items():
             try:
                 status = process.status()
@@ -125,11 +125,11 @@ class Calls:
                 self._stopped[name] = 0
             elif self._stopped[name] * EVERY >= patience:
                 self.lose(f"its {name} (process {process.pid}) is stopped")
-            else:  # not by the clock: this process may have been stopped as well, as by Ctrl-Z
+            else:  # not by the clock: this process may have been stopped, too, as by Ctrl-Z
                 self._stopped[name] += 1
 
     def close(self) -> None:
-        """End the threads that wait for a call; the others have been abandoned."""
+        """End the threads that wait for a call; the others are abandoned."""
         self.lose("this process has left it")
         self._waiting.put(None)
 
@@ -139,7 +139,7 @@ class Calls:
             self.look(self.deadline)
 
     def _begin(self, function: Callable[[], T]) -> "Future[T]":
-        """Let a thread call the function: one that waits, or else a new one."""
+        """Call the function in a waiting thread, or in a new one if none is waiting."""
         future: Future[T] = Future()
         self._waiting.put((future, function))
         if not self._idle.acquire(blocking=False):
@@ -151,7 +151,7 @@ class Calls:
             future, function = call
             try:
                 future.set_result(function())
-            except BaseException as error:  # of Ray: whoever waits raises it
+            except BaseException as error:  # from Ray: raised by the waiting caller
                 future.set_exception(error)
             del call, future, function  # they may keep weights alive
             self._idle.release()
@@ -159,9 +159,9 @@ class Calls:
 
 
 def processes_of_ray(session: str, raylet: str) -> dict[str, psutil.Process]:
-    """Return by name those of Ray's processes that run here.
+    """Return Ray's processes on this machine, by name.
 
-    The raylet has the socket `raylet`. The GCS of a cluster may be on another machine.
+    `raylet` is the raylet's socket. The GCS of a cluster may be on another machine.
     """
     marks = {"gcs_server": session, "raylet": raylet}
     found = {}
@@ -182,14 +182,14 @@ def bind_ray(address: str | None) -> None:
         )
     os.environ[VARIABLE] = wanted
     if address is None and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        # without a token, Ray writes its own to the home folder, which may be read-only or may
-        # show it to others
+        # without a token, Ray writes one to the home folder, which may be read-only or visible to
+        # others
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # a driver without its GCS ends after a minute, before a large model can be saved
+    # by default, a driver without its GCS ends after a minute, too soon to save a large model
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
     # a raylet may take longer than Ray's 30 s to start; `runtime.start_deadline` is the limit
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "3600")
-    # without its raylet it ends at once if its parent is process 1, which Ray takes for a sign
-    # that the raylet is dead; it looks at this process instead
+    # if a driver's parent is process 1, Ray concludes that the raylet is dead and ends the driver;
+    # with this, it checks this process instead
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())

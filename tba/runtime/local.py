@@ -21,7 +21,7 @@ from tba.weights import Sent, Weights
 
 
 class LocalSearchers:
-    """One searcher. It searches exactly as many prompts as the trainer waits for.
+    """A single searcher, which searches exactly as many prompts as the trainer waits for.
 
     With `runtime.colocate=sleep`, its engine sleeps from the end of a search until it is needed:
     the trainer takes a step, copies its weights for the engine, and the engine wakes to load them.
@@ -39,10 +39,10 @@ class LocalSearchers:
         self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._weights: Weights | None = None
         self._reference = state.reference
-        self._found: list[Group] = []  # in a `gather` that has not returned
+        self._found: list[Group] = []  # by a `gather` that has not returned
         self._evaluations: list[Evaluation] = []
         self._asleep = False
-        self._since = time.perf_counter()  # when work has begun or ended
+        self._since = time.perf_counter()  # when work last began or ended
         if state.weights is not None:
             self._load(state.weights)
         if self._reference is not None:
@@ -50,7 +50,7 @@ class LocalSearchers:
 
     def gather(self, at_least: int) -> list[Group]:
         deadline = time.monotonic() + self._job.seconds_for(at_least)
-        groups = self._found  # if a search ends the run, they are in its state
+        groups = self._found  # part of the state if a search ends the run
         while len(groups) < at_least and not self._stopping():
             if time.monotonic() > deadline:
                 few = f"only {len(groups)} of {at_least} groups within trainer.deadline"
@@ -62,22 +62,22 @@ class LocalSearchers:
             with self._work() as searcher:
                 result = searcher.search(prompts, self._job.search_seed(self._tasks))
             self._tasks += 1
-            self._rejections.add(result.stats)  # first: if it ends the run, nothing is done
+            self._rejections.add(result.stats)  # first: if it ends the run, no prompt is done
             quarantined = self._stream.done(prompts, result.groups, result.died)
             self.stats.counts["searchers/quarantined"] += quarantined
             self.stats.add(result.stats)
             groups += result.groups
         self._found = []
         if self._job.settings.colocate == "sleep" and not self._asleep:
-            self._asleep = True  # first: if it fails, nothing is generated before it is awake
-            self._searcher.engine.sleep(keep=self._weights is None)  # else they are loaded again
+            self._asleep = True  # first: after a failure, the engine is woken up
+            self._searcher.engine.sleep(keep=self._weights is None)  # otherwise reloaded
         return groups
 
     @contextmanager
     def _work(self, loads: bool = False) -> Iterator[Searcher]:
-        """Surround work of the searcher, whose engine is awake then. Outside of it, it waits.
+        """Wrap work of the searcher: its engine is awake, and the time counts as busy.
 
-        The engine has its weights again, unless the work `loads` others.
+        The engine gets its weights back, unless the work `loads` others.
         """
         self._count("waiting")
         if self._asleep:
@@ -109,7 +109,7 @@ class LocalSearchers:
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def reset_reference(self, sent: Sent) -> None:
-        self._reference = sent.parcel  # first: a checkpoint keeps it, also if loading it fails
+        self._reference = sent.parcel  # first: a checkpoint needs it even if loading fails
         with self._work() as searcher:
             searcher.reference.load_weights(sent.parcel)  # the engine may lend its model
 

@@ -1,4 +1,4 @@
-"""Transport of weights through memory that the searchers of the same machine map."""
+"""Transport of weights through memory that searchers on the same machine map."""
 
 import fcntl
 import mmap
@@ -14,14 +14,14 @@ from torch import Tensor
 from tba.weights import Probe, Sent, Weights, as_view, resend
 
 ALIGNED = 64
-"""Bytes: torch aligns its tensors so."""
+"""Alignment in bytes, as in torch."""
 
 KEPT = 2
-"""Most files that a sender keeps open: the one that is used, and one to write to."""
+"""Maximum number of files that a sender keeps open: one in use, and one to write to."""
 
 
 class _File:
-    """Nameless file in memory. The kernel frees it when no process has it open or maps it."""
+    """Anonymous file in memory. The kernel frees it when no process has it open or mapped."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -30,7 +30,7 @@ class _File:
         os.close(self.descriptor)
 
     def unused(self) -> bool:
-        """Return whether nobody has opened it to read it; see `_opened`."""
+        """Return whether no reader has opened it; see `_opened`."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -39,7 +39,7 @@ class _File:
         return True
 
     def write(self, array: np.ndarray, at: int) -> int:
-        """Write an array at this place, and return where it ends."""
+        """Write an array at this offset, and return the offset of its end."""
         view = array.reshape(-1).view(np.uint8).data
         while view:
             written = os.pwrite(self.descriptor, view, at)  # at most 2 GB
@@ -50,7 +50,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Array:
-    """Place of an array in the file."""
+    """Location of an array in the file."""
 
     name: str
     dtype: str
@@ -60,10 +60,10 @@ class _Array:
 
 @dataclass(frozen=True, eq=False)
 class Mapped:
-    """Weights in a nameless file in memory, which this process has opened, and maps.
+    """Weights in an anonymous file in memory, which this process has opened and mapped.
 
-    Unpickling it opens the file again, in the process that has pickled it. The kernel frees the
-    memory when nobody has the file open or maps it any more, also after a kill.
+    Unpickling opens the file again, through the process that pickled it. The kernel frees the
+    memory when no process has the file open or mapped any more, even after a kill.
     """
 
     file: _File
@@ -77,7 +77,7 @@ class Mapped:
 
 def _opened(process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | None) -> Mapped:
     opened = _File(os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY))
-    # until it is neither open nor mapped
+    # held until it is neither open nor mapped
     fcntl.flock(opened.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     memory = memoryview(mmap.mmap(opened.descriptor, 0, access=mmap.ACCESS_READ))
     return Mapped(opened, memory, arrays, probe)
@@ -86,7 +86,7 @@ def _opened(process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | 
 class MappedArrays(dict[str, np.ndarray]):
     """Arrays in a mapped file, by name.
 
-    Pickles have no numbers: another process of this machine maps the file again.
+    Pickles contain no data: another process on this machine maps the file again.
     """
 
     def __init__(self, mapped: Mapped):
@@ -103,10 +103,10 @@ class MappedArrays(dict[str, np.ndarray]):
 class SharedMemory:
     """Transport on Linux, between processes of one user on one machine.
 
-    Not Ray's object store: when that dies, it ends every process that uses it, and the trainer
-    must be able to save. A rank that sends hands its file on: the train loop opens it, and
-    searchers open that of the train loop. A file that nobody uses is written again: fresh memory
-    takes longer than writing to it.
+    It replaces Ray's object store, which ends every process that uses it when it dies, although the
+    trainer must be able to save. A file from a rank is opened by the train loop, and searchers open
+    it through the train loop. Unused files are reused, because allocating memory takes longer than
+    writing to it.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class SharedMemory:
             end = file.write(array, first)
             nbytes += array.nbytes
             arrays.append(_Array(name, array.dtype.str, array.shape, first))
-        os.ftruncate(file.descriptor, max(end, ALIGNED))  # what was there may have been longer
+        os.ftruncate(file.descriptor, max(end, ALIGNED))  # its old content may have been longer
         mapped = _opened(os.getpid(), file.descriptor, tuple(arrays), probe)
         with self._choosing:
             self._files = [*self._files, file][-KEPT:]
@@ -140,7 +140,7 @@ class SharedMemory:
         return Weights(sent.version, MappedArrays(mapped), mapped.probe)
 
     def _file(self) -> _File:
-        """Return a file that nobody uses; it is no other thread's, either."""
+        """Return an unused file, reserved for this thread."""
         with self._choosing:
             for file in self._files:
                 if file.unused():
@@ -150,7 +150,7 @@ class SharedMemory:
 
 
 def receive_mapped(receive: Callable[[Sent], Weights], sent: Sent) -> Weights:
-    """Receive weights so that processes to which they are sent map them, and get no copies."""
+    """Receive weights so that other processes to which they are sent map them without a copy."""
     weights = receive(sent)
     if isinstance(weights.arrays, MappedArrays):
         return weights

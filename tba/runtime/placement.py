@@ -1,4 +1,4 @@
-"""Cores and device of each process. Two busy processes on the same cores can be 30 times slower."""
+"""Cores and device of each process. Two busy processes on shared cores can be 30 times slower."""
 
 import ctypes
 import math
@@ -15,12 +15,12 @@ import torch
 from tba.config.tables import RuntimeTable
 
 PUBLICATIONS = 20
-"""Most publications a second to all searchers together: each takes time of two processes."""
+"""Maximum publications per second to all searchers together: each takes time in two processes."""
 
 PUBLISHED = 4
-"""Most versions of the weights that are on their way to searchers at once.
+"""Maximum number of weight versions in transit to searchers at once.
 
-Each keeps a copy for as long as a slow searcher needs to take it.
+Each keeps a copy alive until the slowest searcher has received it.
 """
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # parameters of glibc's `mallopt`
@@ -28,13 +28,13 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # parameters of glibc's 
 
 @dataclass(frozen=True)
 class Place:
-    """A device (`cpu`, `cuda:0`) and the cores that a process may use; no cores: any of them."""
+    """A device (`cpu`, `cuda:0`) and the cores that a process may use; empty: any core."""
 
     device: str
     cores: tuple[int, ...] = ()
 
     def take(self) -> None:
-        """Move the calling thread to the cores; torch uses one thread for each of them."""
+        """Pin the calling thread to the cores; torch uses one thread per core."""
         if not self.cores:
             return
         torch.set_num_threads(len(self.cores))
@@ -42,20 +42,20 @@ class Place:
             os.sched_setaffinity(0, self.cores)
 
     def divided(self, ranks: int) -> list["Place"]:
-        """Return the places of a trainer's ranks, which have equal parts of the cores."""
+        """Return places for a trainer's ranks, with equal parts of the cores."""
         each = len(self.cores) // ranks
         parts = [self.cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
         return [Place(self.device, part or self.cores) for part in parts]
 
     def begin(self) -> None:
-        """Prepare a new process, and take the place."""
+        """Prepare a new process for this place."""
         self.take()
         if self.device == "cpu":
             reuse_memory()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the place inside the block, and give all cores back after it."""
+        """Take the place inside the block, and restore the previous cores after it."""
         threads = torch.get_num_threads()
         cores = available_cores()
         self.take()
@@ -70,15 +70,15 @@ class Place:
 def reuse_memory() -> None:
     """Let this process reuse freed CPU memory instead of returning it to the system.
 
-    The system must clear each page that it hands out. By default, glibc returns large blocks at
-    once, and clearing them again took a tenth of a training step, and more on virtual machines.
-    With this setting, the process keeps its peak memory.
+    The system must zero each page that it hands out. By default, glibc returns large blocks
+    immediately, and zeroing them again took a tenth of a training step, or more on virtual
+    machines. With this setting, the process keeps its peak memory.
     """
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         accepted = libc.mallopt(M_MMAP_MAX, 0)
         accepted &= libc.mallopt(M_TRIM_THRESHOLD, -1)  # never return memory
-        accepted &= libc.mallopt(M_ARENA_MAX, 1)  # other arenas would return memory
+        accepted &= libc.mallopt(M_ARENA_MAX, 1)  # other arenas would still return memory
         assert accepted
 
 
@@ -93,9 +93,9 @@ def gpu_count() -> int:
 
 
 def take_gpu(device: str, expands: bool = True) -> None:
-    """Make a GPU the current one of this process, to which quantised models are loaded.
+    """Make a GPU the current device of this process, to which quantised models are loaded.
 
-    If the blocks of its memory may expand, batches of any lengths do not leave gaps in it.
+    With expandable memory segments, batches of varying lengths do not fragment its memory.
     """
     torch.cuda.set_device(device)
     if expands and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -103,20 +103,20 @@ def take_gpu(device: str, expands: bool = True) -> None:
 
 
 def last_gpu() -> str:
-    """Return the last GPU: no rank of a trainer has it, because searchers need one as well."""
+    """Return the last GPU, which no rank uses, because searchers need at least one."""
     return f"cuda:{gpu_count() - 1}"
 
 
 def device_here() -> str:
-    """Return the device of this process: the first GPU that it sees, as Ray hides the others."""
+    """Return this process's device: the first visible GPU, because Ray hides the others."""
     return "cuda:0" if gpu_count() else "cpu"
 
 
 def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Return the trainer's cores and those of each searcher on one machine.
+    """Return the cores of the trainer and of each searcher on one machine.
 
-    Half are the trainer's, or as many as leave one for each searcher; searchers divide the rest,
-    and share where there are too few.
+    The trainer gets half, or as many as leave one for each searcher; searchers divide the rest,
+    and share cores if there are too few.
     """
     half = max(1, min(len(cores) // 2, len(cores) - searchers))
     rest = cores[half:] or cores
@@ -136,8 +136,8 @@ def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
 def share(kind: str, total: int, trainer: int, searchers: int) -> tuple[int, float]:
     """Return the GPUs or CPUs to reserve for the trainer, and the GPUs that each searcher requests.
 
-    Ray has a `total` of this kind, and the trainer needs some of them. Searchers get one GPU each,
-    or equal shares if there are too few. A single GPU is shared by all, and then not reserved.
+    Ray has `total` of this kind, and the trainer needs `trainer`. Searchers get one GPU each, or
+    equal shares if there are too few. A single GPU is shared by all, and is not reserved.
     ValueError if there are too few for several ranks.
     """
     left = int(kind == "GPU")
@@ -151,16 +151,16 @@ def share(kind: str, total: int, trainer: int, searchers: int) -> tuple[int, flo
         return trainer, 0.0
     reserved = min(trainer, total - 1)
     sharing = math.ceil(searchers / (total - reserved))
-    return reserved, math.floor(10_000 / sharing) / 10_000  # Ray rounds to so many places
+    return reserved, math.floor(10_000 / sharing) / 10_000  # Ray rounds to 4 decimals
 
 
 def needs(
     settings: RuntimeTable, kind: str, share: float, each: int
 ) -> tuple[int, dict[str, float]]:
-    """Return the least number of searchers, and the GPUs or CPUs that each of them needs.
+    """Return the minimum number of searchers, and the GPUs or CPUs that each of them needs.
 
-    A range of searchers has whole ones: a CPU each where there are no GPUs. Otherwise, they have a
-    share of a GPU, if there are some, and take no CPU. An engine runs on `each` GPUs.
+    Elastic searchers (a range) get whole devices: a CPU each if there are no GPUs. Otherwise, each
+    gets a share of a GPU, if there are any, and no CPU. An engine runs on `each` GPUs.
     """
     whole = float(each if kind == "GPU" else 1)
     if not isinstance(settings.searchers, int):
@@ -169,7 +169,7 @@ def needs(
 
 
 def check_here(kind: str, total: int, ranks: int) -> None:
-    """Raise ValueError if this process is to train on its CPU while Ray has GPUs elsewhere."""
+    """Raise ValueError if this process would train on its CPU although Ray has GPUs elsewhere."""
     if kind == "GPU" and ranks == 1 and gpu_count() == 0:
         raise ValueError(
             f"Ray has {total} GPUs, and this machine, on which the trainer would run, has none that"
@@ -179,9 +179,9 @@ def check_here(kind: str, total: int, ranks: int) -> None:
 
 
 def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> None:
-    """Raise ValueError unless so many searchers find `each` GPUs or CPUs on one machine.
+    """Raise ValueError unless all searchers find `each` GPUs or CPUs on one machine.
 
-    Apart from the trainer's, each machine has as many as `free` says.
+    `free` is the number on each machine, without the trainer's.
     """
     most = sum(int(number // each) for number in free) if each >= 1 else searchers
     if most < searchers:
@@ -194,7 +194,7 @@ def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> N
 
 
 def reserved_device(gpu: str, visible: str | None) -> str:
-    """Return torch's name of a GPU of Ray; torch counts by CUDA_VISIBLE_DEVICES = `visible`."""
+    """Return torch's name for a GPU of Ray; torch counts by CUDA_VISIBLE_DEVICES, `visible`."""
     if visible is None:
         return f"cuda:{gpu}"
     names = [name.strip() for name in visible.split(",")]

@@ -1,4 +1,4 @@
-"""The searcher processes of a run on Ray, the calls to them, and what they are given to do."""
+"""The searcher processes of a run on Ray, the calls to them, and their tasks."""
 
 import logging
 import time
@@ -26,33 +26,33 @@ log = logging.getLogger(__name__)
 
 SEARCH = "search"
 CONTROL = "control"
-"""Groups of a searcher's threads, for its work and for all else; each begins calls in order."""
+"""Concurrency groups of a searcher, for work and for other calls; each starts calls in order."""
 
 POLL = 0.2
-"""Seconds that the collector waits for results before it looks at deadlines again."""
+"""Seconds that the collector waits for results before it checks deadlines again."""
 
 UNDER_WAY = 2
-"""Most evaluations that have begun and not ended; each keeps a copy of the weights."""
+"""Maximum number of running evaluations; each keeps a copy of the weights."""
 
 LOOK = 1.0
-"""Seconds until Ray is asked again whether it has room for a searcher that waits for it."""
+"""Seconds until Ray is asked again whether there is room for a waiting searcher."""
 
 Kind = Literal["start", "search", "evaluate", "publish"]
 
 
 @dataclass(eq=False)
 class Evaluating:
-    """Evaluation of these weights that has not ended."""
+    """Unfinished evaluation of these weights."""
 
     weights: Sent
     step: int  # at which it was requested
-    waiting: deque[int]  # numbers of the pieces to hand out
-    results: dict[int, EvaluatedPiece] = field(default_factory=dict)  # by number of the piece
+    waiting: deque[int]  # numbers of pieces to hand out
+    results: dict[int, EvaluatedPiece] = field(default_factory=dict)  # by piece number
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Piece of an evaluation; any searcher can do it."""
+    """Piece of an evaluation, for any searcher."""
 
     number: int
     evaluation: Evaluating
@@ -66,11 +66,11 @@ class SearcherTask:
     ref: Any  # Ray's reference to the result
     prompts: tuple[Prompt, ...] = ()
     piece: Piece | None = None
-    weights: Sent | None = None  # weights that go with it, which exist until it has ended
+    weights: Sent | None = None  # weights sent with it, kept alive until it ends
     published: float = 0.0  # time at which the weights of a publication were published
-    reference: Sent | None = None  # reference that it needs
-    began: float | None = None  # when it could begin and its deadline started
-    order: int = field(default_factory=count().__next__)  # of all calls, as they were made
+    reference: Sent | None = None  # reference that it requires
+    began: float | None = None  # when it could start, which started its deadline
+    order: int = field(default_factory=count().__next__)  # of creation, among all calls
 
 
 @dataclass(eq=False)
@@ -79,23 +79,23 @@ class Handle:
 
     slot: Slot
     actor: Any
-    version: int  # version of the newest weights that it was sent
-    tasks: list[SearcherTask]  # calls that have not returned, in the order in which it begins them
-    calls: Calls  # that start them
+    version: int  # of the newest weights sent to it
+    tasks: list[SearcherTask]  # open calls, in the order in which it starts them
+    calls: Calls  # makes the calls to Ray
     sent: float = -inf
     """Time of the last publication to it."""
     machine: str | None = None
-    """Ray's id of its machine, when it is known."""
+    """Ray's id of its machine, if known."""
 
     def work(self) -> list[SearcherTask]:
-        """Return all tasks but a publication, which arrives beside them."""
+        """Return all tasks except publications, which run concurrently."""
         return [task for task in self.tasks if task.kind != "publish"]
 
     def has(self, *kinds: Kind) -> bool:
         return any(task.kind in kinds for task in self.tasks)
 
     def accepts_weights(self, searchers: int) -> bool:
-        """Return whether weights can be sent now to this one of so many searchers.
+        """Return whether weights can be sent now to this one of `searchers` searchers.
 
         Each publication keeps a copy of the weights alive.
         """
@@ -103,9 +103,9 @@ class Handle:
         return rested and not self.has("publish", "start")
 
     def begin(self, concurrent: int) -> None:
-        """Start the deadlines of the tasks that the searcher can work on now."""
+        """Start the deadlines of the tasks on which the searcher can work now."""
         work = self.work()
-        # a searcher works at once on tasks of one kind, with one reference
+        # concurrent tasks of a searcher have the same kind and reference
         alike = takewhile(
             lambda t: (t.kind, t.reference) == (work[0].kind, work[0].reference), work
         )
@@ -143,23 +143,23 @@ class Handle:
 
 
 def ended(refs: list[Any]) -> list[Any]:
-    """Return those of the calls that have ended, after some time if there are none."""
+    """Return the calls that have ended; wait up to POLL seconds for the first one."""
     some, others = ray.wait(refs, timeout=POLL)
-    if some and others:  # no more than one otherwise
+    if some and others:  # the first call returns at most one
         some += ray.wait(others, num_returns=len(others), timeout=0)[0]
     return some
 
 
 def received(ref: Any) -> Any:
-    """Return a copy of the result of a call, whose arrays keep no memory of Ray's alive.
+    """Return a copy of a call's result, whose arrays keep none of Ray's memory alive.
 
-    It has ended, and whoever waits for the copy has a deadline.
+    The call must have ended; the caller applies a deadline to the copy.
     """
     return deepcopy(ray.get(ref))
 
 
 class Pool:
-    """All searchers. Whoever calls a method holds the lock of the collector."""
+    """All searchers. Callers must hold the collector's lock."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Pool:
         calls: Calls,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._begin = begin  # a searcher with these weights: it, and the reference to its start
+        self._begin = begin  # start a searcher with these weights: (actor, reference to its start)
         self._settings = settings
         self._calls = calls
         self._clock = clock
@@ -177,22 +177,22 @@ class Pool:
             "start": settings.start_deadline,
             "search": task,
             "evaluate": task,
-            "publish": 3 * task,  # it may be behind a piece of an evaluation, and that one a search
+            "publish": 3 * task,  # it may wait for a piece of an evaluation, and that for a search
         }
-        # room of searchers to start, with the time at which to do so
+        # slots of searchers to start, and when to start them
         self._vacancies: list[tuple[Slot, float]] = []
         self._enough = clock()  # last time at which there were enough searchers
         self.handles: list[Handle] = []
-        self.newest: Sent | None = None  # weights that were published last
-        self.published = 0.0  # time at which they were
+        self.newest: Sent | None = None  # weights published last
+        self.published = 0.0  # when they were published
         self.newest_reference: Sent | None = None
         self.restarts_left = settings.max_restarts
         self.worked = False  # whether any searcher has started
 
     def fill(self, slots: Sequence[Slot]) -> None:
-        """Start the searchers of these slots, or let them wait until Ray has room for them."""
+        """Start the searchers of these slots, or queue them until Ray has room."""
         for slot in slots:
-            if slot.group is None:  # in lockstep, they share the work from the start
+            if slot.group is None:  # in lockstep, all share the work from the start
                 self.start(slot)
             else:
                 self._vacancies.append((slot, self._clock()))
@@ -206,14 +206,14 @@ class Pool:
         self.handles.append(Handle(slot, actor, version, tasks, self._calls))
 
     def replace(self, handle: Handle) -> None:
-        """End a searcher; `restart` starts another in its place."""
+        """End a searcher; `restart` starts another one in its slot."""
         self.restarts_left -= 1
         handle.kill()
         self.handles.remove(handle)
         self._vacancies.append((handle.slot, self._clock()))
 
     def leave(self, machine: str) -> list[Handle]:
-        """End the searchers of a machine that is lost, and ask Ray for room on others."""
+        """End the searchers of a lost machine, and ask Ray for room on others."""
         self.restarts_left -= 1
         ended = [handle for handle in self.handles if handle.machine == machine]
         for handle in ended:
@@ -224,7 +224,7 @@ class Pool:
         return ended
 
     def restart(self) -> None:
-        """Start the searchers that need not wait any longer, for their time or for room."""
+        """Start queued searchers whose time has come and for which there is room."""
         now = self._clock()
         for slot, at in [*self._vacancies]:
             if at > now:
@@ -244,7 +244,7 @@ class Pool:
         return [handle for handle in self.handles if not handle.has("start")]
 
     def _check_enough(self) -> None:
-        """Raise NoAnswerError if a range of searchers has had too few of them for too long."""
+        """Raise NoAnswerError if too few of a range of searchers have run for too long."""
         if isinstance(self._settings.searchers, int):
             return
         least = self._settings.searchers.min
@@ -255,21 +255,21 @@ class Pool:
         elif self._clock() - self._enough > limit:
             raise NoAnswerError(
                 f"only {running} searchers have run for runtime.start_deadline = {limit:g} s, and"
-                f" runtime.searchers.min = {least}: add machines (`ray status` shows those that"
-                " there are), or lower it"
+                f" runtime.searchers.min = {least}: add machines (`ray status` lists the present"
+                " ones), or lower it"
             )
 
     def least_busy_first(self) -> list[Handle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))
 
     def tasks(self) -> dict[Any, tuple[Handle, SearcherTask]]:
-        """Return all open calls by their Ray reference, and start the deadlines that are due."""
+        """Start the deadlines that are due, and return all open calls by their Ray reference."""
         for handle in self.handles:
             handle.begin(self._settings.concurrent_searches)
         return {task.ref: (handle, task) for handle in self.handles for task in handle.tasks}
 
     def late(self) -> dict[Handle, str]:
-        """Return the searchers that have missed a deadline, and which it was."""
+        """Return the searchers that have missed a deadline, with a description of it."""
         late = {}
         for handle in self.handles:
             for task in handle.tasks:
@@ -279,7 +279,7 @@ class Pool:
         return late
 
     def send_newest(self) -> None:
-        """Send the newest weights to the searchers that have older ones and accept them now."""
+        """Send the newest weights to all searchers that have older ones and can accept them now."""
         newest = self.newest
         if newest is None or self._settings.lag is not None:
             return
@@ -292,7 +292,7 @@ class Pool:
                 handle.publish(newest, self.published)
 
     def phase(self, evaluations: "Evaluations", arrived: int, wanted: int) -> str:
-        """Return in words what the trainer waits for: groups if any are wanted, or evaluations."""
+        """Describe what the trainer waits for: groups, if `wanted` is not 0, or evaluations."""
         if all(handle.has("start") for handle in self.handles):
             return "starting the searchers, which load the model"
         phases = [f"generating {arrived}/{wanted} prompts"] if wanted else []
@@ -303,8 +303,8 @@ class Pool:
 class Evaluations:
     """Divides evaluations into pieces, which may end in any order, and joins their results.
 
-    They are handed out in order. A newer one replaces the one before it, which then ends without
-    scores, if that has not begun and is not the only one.
+    Evaluations are handed out in order. A newer one replaces the one before it, which then ends
+    without scores, unless that has started or is the only one.
     """
 
     def __init__(self, setup: SearchSetup):
@@ -320,22 +320,22 @@ class Evaluations:
             self.left_out += 1
             if self.left_out == 1:
                 log.warning(
-                    "searchers are slower than eval.every: an evaluation that has not begun is left"
-                    " out when the next one is due"
+                    "searchers are slower than eval.every: an evaluation that has not started is"
+                    " left out when the next one is due"
                 )
         self.open.append(Evaluating(weights, step, deque(range(self._count))))
 
     def handed_out(self) -> bool:
-        """Return whether searchers have, or have had, all pieces of what was requested."""
+        """Return whether all pieces of the requested evaluations have been handed out."""
         return not any(evaluation.waiting for evaluation in self.open)
 
     def percent(self) -> int:
-        """Return how much of the evaluations that are open has been done."""
+        """Return the completed percentage of the open evaluations."""
         done = sum(len(evaluation.results) for evaluation in self.open)
         return 100 * done // max(1, len(self.open) * self._count)
 
     def take(self) -> Piece | None:
-        """Return a piece to hand out, if there is one."""
+        """Return a piece to hand out, or None."""
         for evaluation in self.open[:UNDER_WAY]:
             if evaluation.waiting:
                 return Piece(evaluation.waiting.popleft(), evaluation)

@@ -1,17 +1,18 @@
-"""A trainer that is divided over ranks: processes with a device each, and no model in this one.
+"""Trainer that is sharded over ranks: processes with one device each. This one has no model.
 
     train loop              rank 0, 1, ... (each an actor of Ray)
     ShardedTrainer
       step              -->     SingleTrainer.slots: what each rank runs, and when
-                                SingleTrainer.step: layers are gathered, gradients are added up
+                                SingleTrainer.step: gathers layers, reduces gradients
       send, reference   -->     SingleTrainer.send: rank 0 sends each tensor to the searchers
       save              -->     state.save: each rank writes some of the tensors, whole
-      load              -->     state.load: each rank reads its part of each tensor
+      load              -->     state.load: each rank reads its shard of each tensor
 
-A rank that dies, raises or is late ends all ranks, because the others would wait for it. The run
-then goes on from its newest checkpoint, with new ranks and new searchers (tba/assemble.py).
+If a rank dies, raises or is late, all ranks end, because the others would wait for it. The run then
+continues from its newest checkpoint, with new ranks and new searchers (tba/assemble.py).
 
-Ranks meet in a folder that only this user enters, and exchange no pickles: all users reach ports.
+Ranks meet in a folder that only this user can enter. All users can reach their ports, so they
+exchange no pickles.
 """
 
 import json
@@ -43,21 +44,21 @@ from tba.types import Batch, NotFinite
 from tba.weights import Sent, Transport
 
 Errors = tuple[type[Exception], ...]
-"""Types of errors of a rank that are no loss of it: they are raised as they are."""
+"""Types of errors that a rank survives: they are re-raised unchanged."""
 ENDED_BY_USER: Errors = (NotFinite, WrongReference, ValueError)
 
 CAUSE = 1.0
-"""Seconds after the error of a rank in which another may be found dead, which is the cause."""
+"""Seconds after a rank's error in which the death of another rank counts as its cause."""
 
 LARGEST = 2**28
-"""Bytes that no rank sends to others after its part of a step."""
+"""Limit in bytes on what a rank sends to others after its part of a step."""
 
 WRITING = "writing"
-"""Group of the thread of a rank that writes beside its steps."""
+"""Concurrency group of a rank's thread that writes while steps run."""
 
 
 class RankActor:
-    """A rank: a trainer of its part of each tensor, in a process of its own."""
+    """A rank: a trainer of its shard of each tensor, in a separate process."""
 
     def __init__(self, place: Place, folders: Mapping[str, str]):
         place.begin()
@@ -65,12 +66,12 @@ class RankActor:
         self._folders = folders
         self._trainer: SingleTrainer
         self._write: Callable[[], None] = lambda: None
-        self._sent: Sent | None = None  # until the next one: by then the train loop has its own
+        self._sent: Sent | None = None  # kept alive until the train loop has opened it
 
     def start(
         self, setup: TrainerSetup, transport: Transport, meeting: str, deadline: float, rank: int
     ) -> tuple[TrainerSizes, bool]:
-        """Meet the other ranks, load the model and keep a part of each tensor.
+        """Meet the other ranks, load the model, and keep a shard of each tensor.
 
         Return the trainer's sizes, and whether it computes in bf16.
         """
@@ -105,7 +106,7 @@ class RankActor:
         return self._sent
 
     def save(self, folder: Path) -> None:
-        """Copy the state; `write` writes it."""
+        """Copy the state, for `write`."""
         self._write = self._trainer.save(folder)
 
     def write(self) -> None:
@@ -117,13 +118,13 @@ class RankActor:
 
 
 def _gather(ran: Sequence[Ran]) -> list[Ran]:
-    """Return what all ranks have run. They exchange it as JSON in tensors, which runs no code."""
+    """Return the results of all ranks, exchanged as JSON in tensors, which cannot run code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     text = json.dumps(_plain(ran)).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
     if longest >= LARGEST:
-        raise RuntimeError(f"{int(longest):,} bytes have come, which no rank of this trainer sends")
+        raise RuntimeError(f"received {int(longest):,} bytes, more than a trainer rank sends")
     own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(every, own)
@@ -136,7 +137,7 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
 
 
 def _plain(ran: Sequence[Ran]) -> list[tuple[dict[str, list[float]], int, int]]:
-    """Return the same as numbers, which leave a GPU together: each transfer waits for it."""
+    """Return the results as plain numbers, in one transfer: each transfer waits for the GPU."""
     tensors = [metric.double() for each in ran for metric in each.metrics.values()]
     numbers = iter(torch.cat(tensors).tolist() if tensors else [])
     return [
@@ -146,7 +147,7 @@ def _plain(ran: Sequence[Ran]) -> list[tuple[dict[str, list[float]], int, int]]:
 
 
 class ShardedTrainer:
-    """Trainer in the processes of its ranks. Every call to them has `trainer.deadline` seconds."""
+    """Trainer in its ranks' processes. Calls to them have a deadline, `trainer.deadline`."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class ShardedTrainer:
         transport: Transport,
         meeting: Path,
     ):
-        """All ranks see the folder `meeting`, where they get one of their own to meet in."""
+        """All ranks see the folder `meeting`; they meet in a new folder in it."""
         self._deadline = setup.config.trainer.deadline
         self._calls = calls
         self._meeting = mkdtemp(prefix=".ranks-", dir=meeting)
@@ -192,7 +193,7 @@ class ShardedTrainer:
         return sent
 
     def copy(self, version: int) -> Callable[[], Sent]:
-        """Send at once: ranks gather tensors together, and cannot do so beside their steps."""
+        """Send at once: gathering tensors needs all ranks, and cannot overlap with their steps."""
         sent = self.send(version)
         return lambda: sent
 
@@ -205,7 +206,7 @@ class ShardedTrainer:
         begin = [a.write.options(concurrency_group=WRITING).remote for a in self._ranks]
 
         def write() -> None:
-            # Checkpoints has the deadline; a full disk is no fault of the rank
+            # `Checkpoints` has the deadline; a full disk is not the rank's fault
             self._wait(begin, "write", math.inf, "trainer.deadline", (Exception,))
 
         return write
@@ -219,7 +220,7 @@ class ShardedTrainer:
         rmtree(self._meeting, ignore_errors=True)
 
     def _call(self, method: str, what: str, *arguments: Any, passed: Errors = ()) -> list[Any]:
-        """Let all ranks do the same, and return their results."""
+        """Call this method of all ranks, and return their results."""
         begin = [partial(getattr(actor, method).remote, *arguments) for actor in self._ranks]
         return self._wait(begin, what, self._deadline, "trainer.deadline", passed)
 
@@ -231,9 +232,9 @@ class ShardedTrainer:
         setting: str,
         passed: Errors,
     ) -> list[Any]:
-        """Begin calls to ranks, which have so many seconds, and return their results.
+        """Start calls to ranks, and return their results within `seconds`.
 
-        TrainerLost, and all ranks end, if one has none; errors that are `passed` on end no rank.
+        Otherwise all ranks end, and TrainerLost is raised. Errors in `passed` end no rank.
         """
         until = time.monotonic() + seconds
         results: dict[int, Any] = {}
@@ -256,11 +257,11 @@ class ShardedTrainer:
         except TrainerLost:
             self.close()
             raise
-        except NoAnswerError as error:  # the ranks are lost with Ray
+        except NoAnswerError as error:  # Ray is lost, and the ranks with it
             raise TrainerLost(str(error)) from error
 
     def _result(self, rank: int, begun: list[Any], passed: Errors) -> Any:
-        """Return the result of a rank, or raise its error, which a dead rank may have caused."""
+        """Return a rank's result, or raise its error, or the death of the rank that caused it."""
         try:
             return self._take(begun[rank])
         except RayTaskError as error:
@@ -273,7 +274,7 @@ class ShardedTrainer:
             raise _death(rank, error) from error
 
     def _raise_death(self, begun: list[Any]) -> None:
-        """Raise TrainerLost if a rank is found dead within a moment."""
+        """Raise TrainerLost if a rank is found dead within CAUSE seconds."""
         look = partial(ray.wait, begun, num_returns=len(begun), timeout=CAUSE)
         for each in self._calls("report on ranks", look)[0]:
             try:
@@ -289,7 +290,7 @@ class ShardedTrainer:
 
 def _death(rank: int, error: RayError) -> TrainerLost:
     """Return the error for a rank whose process has ended."""
-    why = "it was killed, or has crashed"
+    why = "it was killed or has crashed"
     if isinstance(error, OutOfMemoryError):
-        why = "Ray has ended it, because the machine has hardly any memory left"
+        why = "Ray ended it, because the machine is almost out of memory"
     return TrainerLost(f"the process of rank {rank} of the trainer has died: {why}")

@@ -1,12 +1,12 @@
-"""Searchers in processes of their own, on this machine or a cluster.
+"""Searchers in separate processes, on this machine or a cluster.
 
-A collector thread keeps every searcher busy and receives the results. The train loop only takes the
-results that have arrived. A searcher that dies, misses a deadline or has a faulty engine is
-restarted, and its tasks are issued again. If Ray itself is lost, the next call raises
-ClusterLostError; `state` and `close` work all the same.
+A collector thread keeps every searcher busy and receives results; the train loop only takes results
+that have arrived. A searcher that dies, misses a deadline or has a faulty engine is restarted, and
+its tasks are issued again. If Ray itself is lost, the next call raises ClusterLostError; `state`
+and `close` still work.
 
     train loop            collector thread                  searcher process (actor.py)
-    gather                _collect, again and again
+    gather                _collect, in a loop
       waits for             Pool.restart
       _results              _hand_out_evaluations  -->      evaluate(piece, weights)
       PromptStream.done     _hand_out_searches
@@ -21,8 +21,8 @@ ClusterLostError; `state` and `close` work all the same.
       Trainer.copy            the copy is converted and sent, with its probe
       Publisher.publish       _publish: Pool.send_newest
 
-One lock, `_changed`, guards pool, stream, results and evaluations. Every call to Ray is made by
-`Calls` (deadline.py), with a deadline.
+One lock, `_changed`, guards pool, stream, results and evaluations. `Calls` (deadline.py) makes
+every call to Ray, with a deadline.
 """
 
 import logging
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 class RaySearchers:
-    """Searchers on a cluster, each in a process of its own, which start with `newest`."""
+    """Searchers on a cluster, each in its own process. They start with the weights `newest`."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class RaySearchers:
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
         self._requested = 0
-        self._owed = 0  # in lockstep: prompts to hand out before rejected ones are made up for
+        self._owed = 0  # in lockstep: prompts to hand out before any are added for rejected ones
         self._results: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
         self._evaluations = Evaluations(job.setup)
-        self._searching = False  # `gather` begins it, after an evaluation that was requested
+        self._searching = False  # started by `gather`, after requested evaluations
         self._closing = False
         self._failure: Exception | None = None
         self._pool = Pool(self._begin, job.settings, self._calls)
@@ -109,7 +109,7 @@ class RaySearchers:
         self._collector.start()
 
     def _begin(self, slot: Slot, newest: Sent | None) -> tuple[Any, Any]:
-        """Return a searcher that starts, and Ray's reference to what it says once it has."""
+        """Start a searcher; return it, and Ray's reference to its machine's id once started."""
         options = {**slot.options, "max_restarts": 0}
         options["concurrency_groups"] = {SEARCH: self._settings.concurrent_searches, CONTROL: 2}
         start: Any = ray.remote(**options)(SearcherActor)
@@ -150,7 +150,7 @@ class RaySearchers:
                 self._requested = 0
                 self._owed = 0
                 if self._settings.lag is not None and self._arrived() < at_least:
-                    # a resumed run does all these searches again, so that it is reproducible
+                    # for reproducibility, a resumed run repeats all of these searches
                     self._number = first_task
                     self._results = {}
             for _, (prompts, result) in sorted(self._results.items()):  # in lockstep, reproducible
@@ -165,12 +165,12 @@ class RaySearchers:
         self._raise_failure()
         if self._settings.lag is None:
             self._publisher.publish(trainer, version)
-        else:  # in lockstep, the next search needs exactly these
+        else:  # in lockstep, the next search needs exactly these weights
             published = time.monotonic()
             self._publish(trainer.send(version), published)
 
     def _publish(self, sent: Sent, published: float) -> None:
-        """Give weights that were published at this time to all searchers that accept them now."""
+        """Send weights, published at this time, to all searchers that accept them now."""
         with self._changed:
             self._pool.newest = sent
             self._pool.published = published
@@ -186,23 +186,23 @@ class RaySearchers:
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
-        self._calls.check()  # it may be the cause of other errors
+        self._calls.check()  # a lost Ray may have caused other errors
         if self._failure is not None:
             raise self._failure
 
     def reset_reference(self, sent: Sent) -> None:
-        # a checkpoint keeps it, also when Ray is lost
+        # a checkpoint needs it even if Ray is lost
         weights = self._calls("return the reference", self._transport.receive, sent)
         with self._changed:
             self._reference = weights
             self._pool.newest_reference = sent
 
     def evaluate(self, step: int) -> int:
-        self._publisher.finish()  # so that the newest weights are those published last
+        self._publisher.finish()  # afterwards, the newest weights are the last published ones
         with self._changed:
             self._raise_failure()
             newest = self._pool.newest
-            assert newest is not None  # a run that evaluates gives the first weights as well
+            assert newest is not None  # a run that evaluates also passes the initial weights
             self._evaluations.request(newest, step)
             self._hand_out_evaluations()
             return newest.version
@@ -210,7 +210,7 @@ class RaySearchers:
     def evaluations(self, finish: bool = False) -> list[Evaluation]:
         with self._changed:
             if finish:
-                self._searching = False  # until the next call of `gather`
+                self._searching = False  # until the next call to `gather`
                 each = self._job.setup.config.trainer.deadline
                 limit = each * max(1, len(self._evaluations.open))
                 limit += self._settings.task_deadline * self._in_flight  # searches before them
@@ -230,10 +230,10 @@ class RaySearchers:
         self._publisher.close()
         self._collector.join(timeout=10)
         with self._changed:
-            self._pool = Pool(self._begin, self._settings, self._calls)  # copies of weights go
+            self._pool = Pool(self._begin, self._settings, self._calls)  # frees copies of weights
 
     def _wait(self, enough: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait, holding the condition, until `enough()`, a stop, or a failure, which is raised."""
+        """Wait, holding the condition, until `enough()` or a stop; raise a failure."""
         deadline = time.monotonic() + seconds
         self._raise_failure()
         while not enough() and not self._stopping():
@@ -248,7 +248,7 @@ class RaySearchers:
         return sum(len(result.groups) for _, result in self._results.values())
 
     def _collect(self) -> None:
-        """Run the collector thread. An exception ends the run: whoever waits next raises it."""
+        """Run the collector thread. An exception ends the run: the next waiting call raises it."""
         try:
             while not self._closing:
                 with search_errors("the search failed"):
@@ -257,7 +257,7 @@ class RaySearchers:
             self._fail(error)
 
     def _turn(self) -> None:
-        """Hand out work, and receive the results that come within a moment."""
+        """Hand out work, and receive the results that arrive within POLL seconds."""
         with self._changed:
             self._pool.restart()
             self._hand_out_evaluations()
@@ -269,7 +269,7 @@ class RaySearchers:
                 return
         for ref in self._calls("wait for results", ended, list(tasks)):
             (handle, task) = tasks[ref]
-            if handle in self._pool.handles:  # else its tasks have been issued again
+            if handle in self._pool.handles:  # otherwise its tasks have been issued again
                 self._receive(handle, task)
         with self._changed:
             late = self._pool.late()
@@ -283,7 +283,7 @@ class RaySearchers:
                 handle.evaluate(piece, self._pool.newest_reference)
 
     def _hand_out_searches(self) -> None:
-        """Give searches to the least busy searchers: all work on what the trainer waits for."""
+        """Give searches to the least busy searchers, so that all work for the waiting trainer."""
         while self._pool.handles and (count := self._due()):
             handle = self._pool.least_busy_first()[0]
             if len(handle.work()) >= self._in_flight:
@@ -297,9 +297,9 @@ class RaySearchers:
             handle.search(prompts, seed, weights, self._pool.newest_reference)
 
     def _due(self) -> int:
-        """Return the prompts of the next search; in lockstep, a share of what is still owed.
+        """Return the size of the next search; in lockstep, a share of the prompts still owed.
 
-        There, no search depends on which of the others ends first.
+        In lockstep, no search depends on the order in which others end.
         """
         most = self._settings.prompts_per_task
         if not self._searching:
@@ -348,8 +348,8 @@ class RaySearchers:
             self._changed.notify_all()
 
     def _restart(self, handle: Handle, why: str) -> None:
-        """Replace a searcher, or all searchers of a machine that is lost, and issue their tasks
-        again; late results of the old ones are lost."""
+        """Replace a searcher, or all searchers of a lost machine; issue their tasks again.
+        Late results of the old searchers are dropped."""
         machine = handle.machine
         elsewhere = machine is not None and machine != self._here
         lost = elsewhere and self._calls("look at a machine", is_lost, machine)
@@ -386,9 +386,9 @@ class RaySearchers:
 class Publisher:
     """Thread that sends the newest weights. A newer publication replaces one that is waiting.
 
-    At most two copies of the weights exist: the one that is being sent, and the next. `publish`
-    gets what was sent, and the time at which it was published. `fail` gets an error of the thread,
-    after which nothing is published.
+    At most two copies of the weights exist: the one being sent, and the next. `publish` gets the
+    sent weights and the time of their publication. `fail` gets an error of the thread, after which
+    nothing is published.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class Publisher:
         since = self._sending_since
         if since is not None and started - since > self._deadline:
             raise self._late()
-        self._drop()  # first: its memory is free for the new copy
+        self._drop()  # first: frees its memory for the new copy
         self._waiting.put((trainer.copy(version), started))
 
     def finish(self) -> None:
@@ -422,7 +422,7 @@ class Publisher:
                 raise self._late()
 
     def close(self) -> None:
-        """End the thread; what has not been sent is dropped."""
+        """End the thread; unsent weights are dropped."""
         self._drop()
         self._waiting.put(None)
         self._thread.join(timeout=10)
@@ -443,8 +443,8 @@ class Publisher:
             try:
                 with search_errors("the weights could not be published"):
                     self._publish(copy(), published)
-            except Exception as error:  # the train loop raises it when it next waits or publishes
+            except Exception as error:  # raised when the train loop next waits or publishes
                 self._fail(error)
-            del copy, publication  # first: their memory is free for a new copy
+            del copy, publication  # first: frees their memory for a new copy
             self._sending_since = None
             self._waiting.task_done()

@@ -1,4 +1,4 @@
-"""The contract of selections, which choose the next prompts. Each other file is one selection."""
+"""Contract of selections, which choose the next prompts. Each other file is one selection."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ if TYPE_CHECKING:  # it imports PyTorch
 
 
 class Selection(Protocol):
-    """Chooses prompts without end, determined by the seed, earlier choices and groups."""
+    """Chooses prompts endlessly; choices depend on the seed, earlier choices, and groups."""
 
     def choose(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts. A prompt that is in flight may be chosen again."""
 
     def learn(self, group: "Group") -> None:
-        """Record how a prompt was answered."""
+        """Record the answers to a prompt."""
 
     def state(self) -> dict[str, Any]:
-        """Return all that later choices depend on, as JSON that shares nothing with this object."""
+        """Return everything that later choices depend on, as a JSON-compatible copy."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
@@ -50,8 +50,9 @@ class Counted:
 class Interleaved:
     """Prompts of several selections, interleaved in proportion to weights.
 
-    Smooth weighted round-robin: at each turn every part gains its weight, the one with the most
-    goes, and pays the sum of all weights. A part is never more than one prompt behind its share.
+    Smooth weighted round-robin: at each turn, every part gains credit equal to its weight; the part
+    with the most credit is chosen, and pays the sum of all weights. A part is never more than one
+    prompt behind its share.
     """
 
     selections: Mapping[str, Selection]

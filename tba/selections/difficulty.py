@@ -21,8 +21,8 @@ class Difficulty(Counted):
     """Prompts with a predicted success rate near `target`, from a random pool.
 
     MoPPS (arXiv 2507.04632): the success rate of each prompt has a Beta posterior, from which it is
-    drawn anew at each choice (Thompson sampling). A group with s right and f wrong answers updates
-    it to alpha' = forgetting alpha + (1 - forgetting) + s, and to beta' likewise with f.
+    sampled at each choice (Thompson sampling). After a group with s right and f wrong answers,
+    alpha' = forgetting alpha + (1 - forgetting) + s, and likewise beta' with f.
     An answer is right if its reward is at least the task's `pass_reward`.
     """
 

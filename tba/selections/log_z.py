@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class LogZ(Counted):
-    """Prompts whose beta log Z, their difficulty as trajectory balance sees it, is near `target`.
+    """Prompts with beta log Z, their difficulty in trajectory balance, near `target`.
 
     Each group estimates beta log Z by mean_j (r_j - beta (log mu - log ref)_j), where mu sampled
-    it: the mean reward less what it cost in KL. At the target of `tb` every response gives the same
-    number, so that the estimate has no noise; a Beta posterior counts right answers instead. A
-    prompt is drawn with probability proportional to exp(-(beta log Z - target)^2 / (2 width^2)),
-    without replacement. One that was never searched counts as at the target.
+    it: the mean reward minus its KL cost. At the optimum of `tb`, every response gives the same
+    number, so that the estimate has no noise; counting right answers, as for a Beta posterior, has.
+    A prompt is drawn with probability proportional to exp(-(beta log Z - target)^2 / (2 width^2)),
+    without replacement. A prompt that was never searched counts as at the target.
 
-    PACED-RL (arXiv 2602.12642) reads the log Z that a network learns so, with the last policy as
-    the reference: then beta log Z is about the mean reward.
+    PACED-RL (arXiv 2602.12642) uses a learned log Z in this way, with the last policy as the
+    reference: then beta log Z is about the mean reward.
     """
 
     beta: PositiveFloat = 0.05
-    """Temperature of the target; give that of the objective."""
+    """Temperature of the target; set it to the objective's beta."""
     target: float = 0.5
     """beta log Z to look for, in units of reward."""
     width: PositiveFloat = 0.25

@@ -1,4 +1,4 @@
-"""Strategies choose what to replay. This module is their contract; each other file is one."""
+"""Contract of strategies, which choose what to replay. Each other file is one strategy."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -13,30 +13,30 @@ from jaxtyping import Float64, Int, Int32
 class Columns:
     """Read-only view of the replay buffer: one row for each distinct response.
 
-    Take prompts from `prompts` and their rows from `rows`; a row that neither leads to is empty.
+    Take prompts from `prompts` and their rows from `rows`; all other rows are empty.
     """
 
     prompts: Int32[np.ndarray, " P"]
-    """Numbers of the prompts, in the order of their latest arrival, oldest first."""
+    """Numbers of the prompts, ordered by latest arrival, oldest first."""
     rows: Callable[[SupportsIndex], Int32[np.ndarray, " N"]]
     """Return the rows of a prompt, oldest arrival first."""
     latest: Int32[np.ndarray, " _"]
     """By prompt number: the trainer's step at the prompt's latest arrival."""
     prompt: Int32[np.ndarray, " R"]
-    """By row, like all that follows: the prompt's number."""
+    """By row, like all fields below: the prompt's number."""
     reward: Float64[np.ndarray, " R"]
     version: Int32[np.ndarray, " R"]
-    """Version of the weights that began the response."""
+    """Version of the weights that sampled the first token."""
     arrived: Int32[np.ndarray, " R"]
     """The trainer's step when the response last arrived."""
     count: Int32[np.ndarray, " R"]
-    """Samples that were this response, over all its arrivals."""
+    """Number of samples of this response, over all its arrivals."""
     arrived_count: Int32[np.ndarray, " R"]
-    """Samples that were this response and arrived at step `arrived`."""
+    """Number of samples of this response that arrived at step `arrived`."""
     length: Int32[np.ndarray, " R"]
     """Tokens of the response."""
     arrived_since: Callable[[np.ndarray, int], Int32[np.ndarray, " N"]]
-    """Return how many samples were each row's response and arrived at this step or later."""
+    """Return the number of samples of each row's response that arrived at this step or later."""
 
     def latest_rows(
         self, prompt: SupportsIndex, since: int | None = None
@@ -56,7 +56,7 @@ class Strategy(Protocol):
     ) -> Int[np.ndarray, "{groups} {size}"]:
         """Return the rows of `groups` groups of `size` responses, each group from one prompt.
 
-        A group for which there are fewer than `size` responses ends with -1. The buffer repeats
-        the others in turn instead, and counts the group in `short_groups`. There is at least
-        one prompt. `now` is the trainer's step: `now - columns.arrived` is 0 for what just arrived.
+        If there are fewer than `size` responses for a group, it is padded with -1. The buffer then
+        repeats the responses in turn, and counts the group in `short_groups`. There is at least one
+        prompt. `now` is the trainer's step: `now - columns.arrived` is 0 for the newest responses.
         """

@@ -1,4 +1,4 @@
-"""The draws that strategies share. All are exact, also where prompts have 100,000 responses."""
+"""Draws that strategies share. All are exact, even for prompts with 100,000 responses."""
 
 from collections import Counter
 
@@ -6,11 +6,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 LARGE = 10_000
-"""Beyond so many choices, a draw does not look at each of them."""
+"""Number of choices beyond which a draw does not examine each of them."""
 
 
 def pick(prompts: Int[np.ndarray, " P"], groups: int, rng: np.random.Generator) -> Counter[int]:
-    """Return prompts at random, as evenly as possible, with the groups to draw from each."""
+    """Return random prompts, as evenly as possible, with the number of groups for each."""
     rounds, rest = divmod(groups, len(prompts))
     drawn = prompts[distinct(len(prompts), rest, rng)]
     return Counter(np.concatenate([*[prompts] * rounds, drawn]).tolist())
@@ -19,9 +19,9 @@ def pick(prompts: Int[np.ndarray, " P"], groups: int, rng: np.random.Generator) 
 def by_count(
     count: Int[np.ndarray, " N"], groups: int, size: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "{groups} {size}"]:
-    """Return `size` of all samples for each group, `count[i]` of response i; -1 if fewer.
+    """Return `size` samples for each group; response i has `count[i]`. Short groups end with -1.
 
-    No sample is in two groups if there are enough for all.
+    No sample is in two groups if there are enough samples for all groups.
     """
     ends = np.cumsum(count)
     if groups * size <= ends[-1]:
@@ -39,8 +39,8 @@ def by_weight(
 ) -> Int[np.ndarray, "{groups} {size}"]:
     """Return `size` distinct responses for each group, with odds exp(log_weight); -1 if fewer.
 
-    The largest of log_weight + Gumbel noise are a successive draw without replacement. If there are
-    many responses, draws with replacement come first: the same without their repeats, but cheaper.
+    The largest values of log_weight + Gumbel noise are a draw without replacement. If there are
+    many responses, draws with replacement, minus repeats, come first: equivalent but cheaper.
     """
     drawn = np.full((groups, size), -1)
     guesses = np.zeros((groups, 0), int)

@@ -10,7 +10,7 @@ from tba.strategies import Columns
 from tba.strategies._draw import by_count, pick
 
 SEARCHED = 8
-"""Groups that a draw examines for unequal rewards, as a multiple of those it needs."""
+"""Groups that a draw examines for unequal rewards, as a multiple of the groups it needs."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Recent:
     """Draws prompts that arrived in the last `window` steps, or the newest if those are too few.
 
     Each group consists of samples that arrived in these steps, or else of the prompt's latest
-    arrival; a prompt has several groups before older prompts are drawn. With a window of one step
-    and as many fresh samples a step as a batch has, this is on-policy training: exactly what just
-    arrived, each sample once, unless `filter_equal` is set.
+    arrival; a prompt gets several groups before older prompts are drawn. With a window of one step
+    and as many new samples per step as in a batch, this is on-policy training: each sample that has
+    just arrived is drawn exactly once, unless `filter_equal` is set.
     """
 
     window: Positive = 1
@@ -28,8 +28,8 @@ class Recent:
     filter_equal: bool = False
     """Draw groups whose rewards are all equal only if there are too few others.
 
-    They carry no information about the reward. DAPO (arXiv 2503.14476, section 3.2) generates
-    others in their place. Here older groups are drawn again, from the newest 8 x B.
+    Such groups carry no information about the reward. DAPO (arXiv 2503.14476, section 3.2)
+    generates others in their place. Here, older groups are drawn again, from the newest 8 x B.
     """
 
     def draw(
@@ -57,7 +57,7 @@ class Recent:
     def _unequal(
         self, columns: Columns, newest: int, groups: int, start: int
     ) -> Int32[np.ndarray, " M"]:
-        """Return prompts of unequal rewards, the newest first, and others if these are too few."""
+        """Return prompts with unequal rewards, newest first, and others if there are too few."""
         looked_at = columns.prompts[-max(newest, SEARCHED * groups) :][::-1]
         unequal: list[int] = []
         equal: list[int] = []

@@ -74,7 +74,7 @@ def check_both(config: Config) -> None:
         ([], 1, "not the build for this machine, which has 1 GPUs"),
         (["sampling.explore=[0.5, 2.0]"], 0, "sampling.explore does not .* engine=transformers"),
         (["engine.in_flight=true", "runtime.lag=2"], 0, "in_flight = true .* remove one of them"),
-        (["policy.lora.modules_to_save=norm"], 0, "modules_to_save: vLLM cannot; set engine=tr"),
+        (["policy.lora.modules_to_save=norm"], 0, "modules_to_save needs engine=transformers"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused_before_any_process_starts(

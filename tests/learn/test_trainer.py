@@ -183,9 +183,9 @@ class Wrong(Objective):
         ("no metrics", r"returned Tensor; it must return \(loss, metrics\)"),
         ("a metric of each response", r"mine has shape \(3, 4\)"),
         ("a number", r"mine is 0.5; it must be a tensor \(3,\)"),
-        ("the run's reward", "reward is a metric of the run's own; return it as x/reward"),
-        ("the run's step", "step is a metric of the run's own"),
-        ("an evaluation", "eval/sampled_reward is a metric of the run's own"),
+        ("the run's reward", "reward is already a metric of the run; return it as x/reward"),
+        ("the run's step", "step is already a metric of the run"),
+        ("an evaluation", "eval/sampled_reward is already a metric of the run"),
     ],
 )
 def test_an_objective_that_would_be_averaged_wrongly_is_refused(tiny_model, batch, kind, told):
