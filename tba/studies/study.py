@@ -296,7 +296,7 @@ def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, value in table.items():
         own = {key: value} if "." in key else by_key(key, value)
         if own is None:
-            raise ValueError(f'{where}: {key!r} is no setting; write "table.key" = [values]')
+            raise ValueError(f'{where}: {key!r} is not a setting; write "table.key" = [values]')
         keys |= own
     return keys
 

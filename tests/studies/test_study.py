@@ -129,7 +129,7 @@ MISTAKES = {
     ),
     "no setting": (
         ('"run.seed" = 1', "seed = 1"),
-        """'seed' is no setting; write "table.key" = """,
+        """'seed' is not a setting; write "table.key" = """,
     ),
     "a folder": (('"run.seed" = 1', '"run.folder" = "x"'), "remove 'run.folder'"),
     "variants of which some have no name": (
