@@ -309,9 +309,7 @@ def choose(
     if step is None:
         return newest(folder, complete)
     by_step = {step_of(g): g for g in (generations(folder) if complete is None else complete)}
-    there = (
-        f"the checkpoints in {run} are those of steps {', '.join(map(str, by_step)) or '(none)'}"
-    )
+    there = f"{run} has checkpoints of steps {', '.join(map(str, by_step)) or '(none)'}"
     number = int(step) if str(step).isdecimal() else None
     if step == BEST:
         number = best_step(read_scores(run), by_step)

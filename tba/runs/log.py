@@ -78,7 +78,7 @@ def read_sources(run: Path) -> dict[str, str] | None:
     """Return the digests of a run's data and rewards; log a warning if it has none."""
     sources: dict[str, str] | None = read_optional(run / SOURCES)
     if sources is None:
-        text = "%s is of an earlier version: changes of its data and rewards are not noticed"
+        text = "%s is from an earlier version: changes of its data and rewards are not detected"
         log.warning(text, run)
     return sources
 

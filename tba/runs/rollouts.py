@@ -219,13 +219,13 @@ def _read(
     lost = _lost(texts, [prompt, completion.tokens], text)
     if lost:
         raise ValueError(
-            "the template or the tokenizer lacks a text, or the ids are of another tokenizer (then"
-            f" leave out prompt_ids, ids and sampled): its tokens do not say {lost!r}"
+            "the template or tokenizer drops a text, or the ids are from another tokenizer (then"
+            f" leave out prompt_ids, ids and sampled): its tokens do not contain {lost!r}"
         )
     bounds = [0, *completion.restarts, len(completion.tokens)]
     longest = max(np.diff(bounds).max(), len(prompt) + bounds[1])
     if longest > text.context:
-        raise ValueError(f"it has {longest} tokens, and the model's context {text.context}")
+        raise ValueError(f"it has {longest} tokens, more than the model's context {text.context}")
     sampled = marks_of(completion) == SAMPLED
     ended = np.isin(completion.tokens, [*text.eos_ids]) & sampled
     if not sampled.any() or (ended[:-1] & sampled[1:]).any():

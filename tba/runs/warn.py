@@ -78,9 +78,9 @@ class Warnings:
             signs.append(("rate", f"{rate}, and can damage a pretrained model; set 1e-5 or so"))
         if not trainer.warmup_steps and self._config.run.steps > 1:
             text = (
-                "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
-                f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
-                " pretrained model; set trainer.warmup_steps=20 or so"
+                "trainer.warmup_steps = 0: the first steps use the full learning rate,"
+                f" {trainer.learning_rate:g}, before AdamW has seen many gradients, and can damage"
+                " a pretrained model; set trainer.warmup_steps=20 or so"
             )
             signs.append(("warmup", text))
         return self._new(signs)
@@ -165,7 +165,7 @@ class Warnings:
             yield (
                 "kl",
                 f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
-                f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
+                f" median over the first {FIRST} steps, {usual:.2g}: the policy drifts from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )
 

@@ -175,7 +175,7 @@ def sweep(
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
         if gone := [trial.folder for trial in before if trial.folder not in left]:
             print(f"{len(gone)} runs of {STUDY} are not in {path}, such as {gone[0]}: they stay in")
-            print(f"their folders, and leave {STUDY}, {RESULTS} and the report", flush=True)
+            print(f"their folders, but not in {STUDY}, {RESULTS} and the report", flush=True)
         carried.carry_out()
         write_results(study.folder)
     return carried.farewell(" ".join(["tba sweep", str(path), *settings]))

@@ -92,8 +92,8 @@ def test_after_the_last_repetition_it_is_an_error(server, classify, reply, told)
 
 DATA = '{{"data": [{}]}}'
 NONSENSE = {
-    "no JSON": ("<html>busy</html>", "returned an invalid response (it: Invalid JSON"),
-    "other JSON": ('{"scores": [1]}', "returned an invalid response (data: Field required): {"),
+    "no JSON": ("<html>busy</html>", "answered with invalid data (it: Invalid JSON"),
+    "other JSON": ('{"scores": [1]}', "answered with invalid data (data: Field required): {"),
     "text": (DATA.format('{"index": 0, "probs": ["high"]}'), "(data.0.probs.0: Input should be a"),
     "no score": (DATA.format(""), "answered 0 scores for 1 texts"),
     "two labels": (DATA.format('{"index": 0, "probs": [0.1, 0.9]}'), "with 2 labels; set label"),
@@ -157,7 +157,7 @@ def test_a_judge_that_works_is_accepted(server, task):
         (Reply(delay=6.0), "failed: TimeoutError"),
         (Reply(503, "starting"), "status 503: starting"),
         (Reply(401, "who are you?"), "failed: status 401: who are you?"),
-        (Reply(body="{}"), "returned an invalid response (data: Field required)"),
+        (Reply(body="{}"), "answered with invalid data (data: Field required)"),
     ],
 )
 def test_a_judge_that_does_not_work_at_the_start_is_refused(server, task, monkeypatch, reply, told):

@@ -215,7 +215,7 @@ def _parsed(content: bytes, text: str) -> Classified:
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "it"
-    raise ValueError(f"returned an invalid response ({place}: {first['msg']}): {text}")
+    raise ValueError(f"answered with invalid data ({place}: {first['msg']}): {text}")
 
 
 async def _read(response: httpx2.Response) -> bytes:
