@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     ),
     "another task": (
         ["task=arithmetic"], {"data": ROWS, "reward": length},
-        "task.use = 'arithmetic' has data and rewards of its own; set task.use=custom",
+        "task.use = 'arithmetic' has its own data and rewards; set task.use=custom",
     ),
     "no reward": ([], {"data": ROWS}, "task.reward is missing; write package.module:function"),
     "no data": (

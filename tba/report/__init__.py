@@ -1,6 +1,6 @@
-"""Reports of runs and of studies: an HTML page without external files.
+"""Reports of runs and studies: an HTML page without external files.
 
-This package imports no torch, so that a report is drawn within seconds.
+This package does not import torch, so a report takes only seconds.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ __all__ = ["report"]
 
 
 def report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Draw the page of runs or of one study, and return its path; ValueError without data."""
-    out = out and out.expanduser().resolve()  # a link that the user names is meant
+    """Write the page of one or more runs or of one study, and return its path.
+
+    Raises ValueError if there are no data.
+    """
+    out = out and out.expanduser().resolve()  # a symlink that the user names is followed
     if len(folders) == 1 and (folders[0].expanduser() / STUDY).is_file():
         return report_study(folders[0].expanduser(), out)
     return report_runs(folders, out)

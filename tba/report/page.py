@@ -1,6 +1,6 @@
-"""Parts that pages share: numbers and held-out scores as text, and the HTML file.
+"""Functions shared by all pages: format numbers and held-out scores, and write the HTML file.
 
-Scores are of a subset: an evaluation set or a part of a mixture; "" is the held-out set.
+Each score belongs to a subset: an evaluation set or a part of a mixture; "" is the held-out set.
 """
 
 import re
@@ -17,7 +17,7 @@ from tba.runs.log import Row, own_folder, write_whole
 
 MODES = ("sampled", "greedy")
 REWARD = re.compile("eval/(?:(.+)/)?sampled_reward")
-"""Column of the reward of a subset."""
+"""Metric name of the reward of a subset."""
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -29,25 +29,25 @@ def duration(seconds: float) -> str:
 
 
 def fitted(value: float, form: str) -> str:
-    """Format a number that may be missing (NaN); a large one with few digits."""
+    """Format a number that may be missing (NaN); large numbers get few digits."""
     if isnan(value):
         return "–"
     return f"{value:.4g}" if abs(value) >= 1e5 else form.format(value)
 
 
 def with_stderr(mean: float, stderr: float, form: str) -> str:
-    """Format a mean and its standard error, each of which may be missing (NaN)."""
+    """Format a mean and its standard error; either may be missing (NaN)."""
     error = "" if isnan(stderr) else f" ± {fitted(stderr, form)}"
     return fitted(mean, form) + error.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def script(*names: str) -> Markup:
-    """Return the script of a page, from files."""
+    """Return the script of a page, concatenated from template files."""
     return Markup("\n".join((TEMPLATES / name).read_text("utf-8") for name in names))
 
 
 def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
-    """Write `index.html` from a template. Text in `values` never becomes markup."""
+    """Write `index.html` from a template. Text in `values` is always escaped."""
     own_folder(folder).mkdir(parents=True, exist_ok=True)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -55,12 +55,12 @@ def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
     )  # fmt: skip
     page = folder / "index.html"
     text = environment.get_template(template).render(values)
-    write_whole(page, text, errors="xmlcharrefreplace")  # for half surrogate pairs
+    write_whole(page, text, errors="xmlcharrefreplace")  # for unpaired surrogates
     return page
 
 
 def names(measure: str, mode: str, subset: str = "") -> tuple[str, str]:
-    """Return the columns of a score, such as `pass@1` or `reward`, and of its standard error."""
+    """Return the metric names of a score, such as `pass@1` or `reward`, and its standard error."""
     stderr = "stderr" if measure == "pass@1" else f"{measure}_stderr"
     start = f"eval/{subset}/{mode}" if subset else f"eval/{mode}"
     return f"{start}_{measure}", f"{start}_{stderr}"
@@ -72,7 +72,7 @@ def score(evaluation: Row, measure: str, mode: str, subset: str = "") -> str:
 
 
 def measures_of(runs: Sequence[pd.DataFrame]) -> dict[str, str]:
-    """Return the score to show of each subset: pass@1 if all evaluations of it have that."""
+    """Return the score to show for each subset: pass@1 if all of its evaluations have it."""
     table = pd.concat(runs)
     measures = {"": "reward"}
     for column in table:

@@ -1,4 +1,4 @@
-"""The page of runs: the facts of each, read from the files in its folder, and their charts."""
+"""Page of runs: facts and charts of each run, read from the files in its folder."""
 
 import json
 import re
@@ -20,29 +20,29 @@ from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
-"""Columns that the chart of rewards is drawn over, and their names on the switch."""
+"""Choices for the x axis of the reward chart, and their labels on the switch."""
 POINTS = 1000
-"""Largest number of points of a line. The points of a longer run are means over several steps."""
+"""Maximum number of points of a line. The points of a longer run are means over several steps."""
 OTHERS = SECTIONS[-1].title
 SCORE = re.compile(r"eval/(?:(.+)/)?(sampled|greedy)_(.+)")
-"""Name of a score: its subset, how answers were generated, and what is measured."""
+"""Name of a score: its subset, how answers were generated, and the measure."""
 SHARES = {"pass@1", "win_rate", "finished", "rejected"}
-"""Scores that are shares."""
+"""Scores that are fractions."""
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
 WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wait/searchers"}
-"""The metric of each step for the shares of `summary.json`."""
+"""Fractions in `summary.json`, and the corresponding metrics of each step."""
 
 
 Span = tuple[int, int, Mapping[str, str]]
-"""First and last step of a part of a run, and its settings as JSON, by `table.key`."""
+"""First and last step of a part of a run, and its settings as JSON by `table.key`."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a few metrics, each with its dashes, and ± its `spread`.
+    """A chart of a few metrics, each with its own dash pattern, ± its `spread`.
 
-    The axis of `number` fits the values; others begin at 0. Metrics of steps are smoothed, unless
-    they are counts. Evaluations are points. `shares` have a second axis.
+    The axis of a `number` fits the values; all others start at 0. Step metrics are smoothed, except
+    counts. Evaluations are drawn as points. `shares` use a second axis.
     """
 
     title: str
@@ -53,18 +53,18 @@ class Chart:
     shares: Sequence[str] = ()
     note: str = ""
     flat: bool = False
-    """Whether there are no values, or only 0."""
+    """Whether all values are missing or 0."""
 
 
 def reward_chart() -> Chart:
-    """Return the chart of rewards, of training batches and of held-out prompts."""
+    """Return the chart of rewards of training batches and held-out prompts."""
     values, stderrs = zip(*(names("reward", mode) for mode in MODES), strict=True)
     labels = ("training batches", *(f"held-out, {mode}" for mode in MODES))
     return Chart("reward", ("reward", *values), "number", labels, ("", *stderrs))
 
 
 class Charts:
-    """Charts as JSON of the metrics that some runs have, in the order of their tables."""
+    """Charts, as JSON, of the metrics of some runs, given the tables of their metrics."""
 
     def __init__(self, tables: Sequence[pd.DataFrame]):
         ends = pd.concat([table.agg(["min", "max"]).T for table in tables]).dropna()
@@ -79,9 +79,9 @@ class Charts:
         return [asdict(chart) for chart in charts]
 
     def sections(self) -> dict[str, tuple[str, list[dict[str, Any]]]]:
-        """Return for each section a sentence and the charts that have values.
+        """Return a description and the charts that have values for each section.
 
-        The last section has each metric that no other shows.
+        The last section contains each metric that no other section shows.
         """
         charts = {
             "Reward functions": ("Each reward function alone, before its weight.", self._rewards()),
@@ -111,9 +111,9 @@ class Charts:
         return shown
 
     def _chart(self, title: str, metrics: Sequence[Metric], note: str = "") -> Chart:
-        """Return a chart of what there is of these metrics.
+        """Return a chart of those of the metrics that the runs have.
 
-        Only a metric that has been negative needs an axis that does not begin at 0.
+        The axis starts at 0 unless a metric has been negative or is a `number`.
         """
         labels: dict[str, str] = {}
         shares: list[str] = []
@@ -150,7 +150,7 @@ class Charts:
         return charts
 
     def _scores(self) -> list[Chart]:
-        """Return a chart for each score of evaluations, of sampled and of greedy answers."""
+        """Return a chart for each evaluation score, of sampled and greedy answers."""
         of_k = [name for name in sorted(self._least) if re.fullmatch(r"eval/(pass|avg)@\d+", name)]
         labels = [name.removeprefix("eval/") for name in of_k]
         charts = [Chart("pass@k and avg@k", of_k, "share", labels, [f"{n}_stderr" for n in of_k])]
@@ -168,7 +168,7 @@ class Charts:
 
 
 def columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
-    """Return the columns of a table that have values, with at most `POINTS` rows."""
+    """Return the non-empty columns of a table, averaged to at most `POINTS` rows."""
     if len(table) > POINTS:
         table = table.groupby(np.arange(len(table)) * POINTS // len(table)).mean()
     filled = table.dropna(axis=1, how="all")
@@ -180,7 +180,7 @@ def columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
 
 @dataclass(frozen=True)
 class Record:
-    """The files of a run so far. For an evaluation, the step is the version evaluated."""
+    """Contents of the files of a run. The step of an evaluation is the version evaluated."""
 
     name: str
     colour: str
@@ -192,12 +192,12 @@ class Record:
     sessions: list[Row]
     warnings: list[str]
     settings: Mapping[str, str]
-    """Each setting as JSON; of one that was changed, each value with its steps."""
+    """Each setting as JSON; a changed setting lists each value with its steps."""
     changed: Mapping[str, str]
-    """The settings that were changed, and what became of stored rewards."""
+    """The settings that were changed, and what was done with stored rewards."""
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
-        """Return scores before and after by label; `measures` has the score of each subset."""
+        """Return scores before and after training; `measures` names the score of each subset."""
         evaluations = self.evaluations.to_dict("records")
         texts = {}
         ends = evaluations[:1] + evaluations[1:][-1:]
@@ -220,7 +220,7 @@ class Record:
         }
 
     def facts(self) -> Mapping[str, str]:
-        """Return further facts by label."""
+        """Return additional facts by label."""
         totals = self.totals
         lag_mean, lag_max = (self.steps[name] for name in LAG)
         return {
@@ -235,7 +235,7 @@ class Record:
         }
 
     def _ranks(self) -> str:
-        """Return how many ranks the trainer has, how equal their work is, and their restarts."""
+        """Return text with the number of trainer ranks, their imbalance, and their restarts."""
         ranks = self.config["trainer"].get("devices", 1)
         if ranks == 1:
             return "one device"
@@ -244,7 +244,7 @@ class Record:
         return f"{ranks} ranks, the longest {more:.0%} above the mean; restarts: {restarts:.0f}"
 
     def groups(self) -> list[Row]:
-        """Return the stored completions of each prompt, in a batch or in all evaluations."""
+        """Return the stored completions by prompt, for a batch or for all evaluations."""
         groups: dict[tuple[Any, ...], Row] = {}
         for s in self.samples:
             trained_on = s["kind"] == "train"
@@ -260,7 +260,7 @@ class Record:
         return [{**g, "completions": list(g.pop("by_key").values())} for g in groups.values()]
 
     def data(self) -> Row:
-        """Return what the script of the page shows."""
+        """Return the data for the script of the page."""
         steps = columns(self.steps)
         evaluations = columns(self.evaluations)
         scored = [s["reward"] for s in self.samples if s["reward"] is not None] or [0.0]
@@ -270,7 +270,7 @@ class Record:
 
 
 def read_record(path: Path, name: str, colour: str) -> Record | None:
-    """Return the record of a run, None before its first step; ValueError if it is no run."""
+    """Return the record of a run, None before its first step; ValueError if it is not a run."""
     config = read_optional(path / log.CONFIG)
     if config is None:
         near = sorted(str(p.parent) for p in path.glob(f"*/{log.CONFIG}"))
@@ -304,14 +304,14 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         samples=read(path / log.SAMPLES),
         totals=_totals(path, steps),
         sessions=sessions,
-        warnings=list(read_warnings(path).values()),  # the summary has them only at the end
+        warnings=list(read_warnings(path).values()),  # the summary is only written at the end
         settings={key: json.dumps(value) for key, value in flat(config).items()} | changed,
         changed=changed,
     )
 
 
 def _spans(sessions: Sequence[Row], newest: int, config: Row) -> list[Span]:
-    """Return the parts of a run. Steps that were taken again belong to the later session."""
+    """Return the parts of a run. Repeated steps belong to the later session."""
     spans: list[Span] = []
     rewards: dict[str, str] = {}
     for place, session in enumerate(sessions):
@@ -340,18 +340,18 @@ def _changed(spans: Sequence[Span]) -> dict[str, str]:
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
-    """Return the contents of `summary.json`; while a run is not at its end, what its steps tell."""
+    """Return `summary.json`, or the same totals computed from the steps before the run ends."""
     newest = steps.iloc[-1].to_dict()
     summary = read_optional(path / log.SUMMARY)
     if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
-    seconds = steps["time"].diff().fillna(1e-9)  # that of the first step has the first fill
+    seconds = steps["time"].diff().fillna(1e-9)  # ignores the first step with the first fill
     waits = {name: np.average(steps[metric], weights=seconds) for name, metric in WAITS.items()}
     return {**newest, **waits, "seconds": newest["time"], "status": state_of(path).text}
 
 
 def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page, by default into `report` in the run's folder or, for several, here."""
+    """Write the page, by default to `report` in the run's folder, or here for several runs."""
     paths = list(dict.fromkeys(path.expanduser().resolve() for path in runs))
     if not paths:
         raise ValueError("name at least one run: tba report RUN")

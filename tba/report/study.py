@@ -1,4 +1,4 @@
-"""The page of a study: for each grid its curves, scores against a number, and a table."""
+"""Page of a study: for each grid, learning curves, scores against a number, and a table."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,25 +25,25 @@ COLUMNS = {
     "ess": ("effective share", "{:.1%}"),
     "seconds": ("time (s)", "{:.0f}"),
 }
-"""Head and format of the columns of a grid's table; a column without a format shows the metric."""
+"""Heading and format of the columns of a grid's table; without a format, that of the metric."""
 Colours = Mapping[Any, int]
 FEW = 8
-"""Most values of a number that each have a tick on its axis."""
+"""Maximum number of values for which each value gets a tick on the axis."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid. Runs of one setting differ in the seed."""
+    """Layout of a grid. Runs of one setting differ only in the seed."""
 
     settings: pd.DataFrame
-    """A row for each setting, and a column for each key that varies; numbers are sorted."""
+    """One row per setting and one column per key that varies; numbers are sorted."""
     lines: str | None
-    """The text axis with the most values, often the objective. All other keys make panels."""
+    """Key with a line per value: the text axis with the most values. Other keys make panels."""
     rows: pd.DataFrame  # the rows of `results.json`, with a column `setting`
     ends: pd.DataFrame
-    """Columns such as `("last", "mean")` over the finished runs; a row for each setting, or NaN."""
+    """One row per setting; columns such as `("last", "mean")` over its finished runs, or NaN."""
     curves: pd.DataFrame
-    """By setting and step: samples trained on, and mean, min and max of the score."""
+    """Samples trained on, and mean, min and max of the score, indexed by setting and step."""
 
     @property
     def metric(self) -> str:
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def keys(self) -> list[str]:
-        """Return the keys that make panels, and then the one that makes lines."""
+        """Return the keys that make panels, followed by the key that makes lines."""
         return sorted(self.settings, key=lambda key: key == self.lines)
 
     @property
@@ -60,7 +60,7 @@ class Layout:
 
     @property
     def number(self) -> str | None:
-        """Return the key of the number axis: that with the most values, preferably not of lines."""
+        """Return the numeric key with the most values, preferably other than `lines`, or None."""
         count = self.settings.nunique()
         return max(self.numeric, key=lambda key: (key != self.lines, count[key]), default=None)
 
@@ -72,28 +72,28 @@ class Layout:
         return None if self.lines is None else self.settings[self.lines][setting]
 
     def best(self, settings: pd.Index) -> int | None:
-        """Return the setting with the fewest failed runs, and of those the highest mean score."""
+        """Return the setting with the fewest failed runs; ties go to the highest mean score."""
         failed = (self.rows["status"] == "failed").groupby(self.rows["setting"]).sum()
         ranks = pd.DataFrame({"failed": failed, "mean": self.ends["last", "mean"]}).loc[settings]
         ranks = ranks.dropna().sort_values(["failed", "mean"], ascending=[True, False])
         return None if ranks.empty else int(ranks.index[0])
 
     def texts(self, name: str) -> pd.Series:
-        """Return the mean and its standard error of each setting, in the format of the column."""
+        """Return the mean and standard error of a column for each setting, as text."""
         of_metric = "{:.1%}" if "pass@" in self.metric else "{:.3f}"
         form = COLUMNS[name][1] or of_metric
         return self.ends[name].apply(lambda end: with_stderr(end["mean"], end["sem"], form), axis=1)
 
 
 def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
-    """Return the layout of a grid from its rows of the results, with `axes`."""
+    """Return the layout of a grid from its rows of the results, including `axes`."""
     axes = rows["axes"].map(_plain)
     setting, first = axes.map(json.dumps).factorize()
     rows = rows.assign(setting=setting)
     values = pd.DataFrame(list(first.map(json.loads)), dtype=object)
     partitions = pd.DataFrame({key: column.factorize()[0] for key, column in values.items()})
     varied = partitions.loc[:, partitions.any()].T.drop_duplicates().index
-    settings = values[varied]  # of keys that vary together, the first
+    settings = values[varied]  # of keys that vary together, only the first
     settings = settings.sort_values(
         list(varied), key=lambda column: column if numbers(column) else column.factorize()[0]
     )
@@ -106,7 +106,7 @@ def lay_out(folder: Path, rows: pd.DataFrame) -> Layout:
 
 
 def panels(settings: pd.DataFrame, *left_out: str | None) -> dict[str, pd.DataFrame]:
-    """Return the settings that agree in all keys but these, by a title with the values."""
+    """Group the settings by all keys except `left_out`; the title of a group lists the values."""
     kept = settings[[key for key in settings if key not in left_out]]
     titles = [title(setting) for _, setting in kept.iterrows()]
     return dict(list(settings.groupby(pd.Series(titles, settings.index, str), sort=False)))
@@ -117,7 +117,7 @@ def title(setting: pd.Series) -> str:
 
 
 def section(layout: Layout) -> dict[str, Any]:
-    """Return the values of the grid's section on the page, except its figures."""
+    """Return the template values of the grid's section, except its figures."""
     failed = layout.rows[layout.rows["status"] == "failed"]
     return {
         "counts": counts(layout.rows["status"]),
@@ -127,9 +127,9 @@ def section(layout: Layout) -> dict[str, Any]:
 
 
 def _table(layout: Layout) -> pd.DataFrame:
-    """Return a row for each setting.
+    """Return a table with a row for each setting.
 
-    For each combination of the text axes, the best of all values of the number axes is marked.
+    For each combination of the text axes, the best setting of the number axes is marked.
     """
     shown = layout.settings[layout.keys].map(lambda v: v if isinstance(v, str) else f"{v:g}")
     shown = shown.rename(columns=lambda key: key.removesuffix(".use"))
@@ -157,7 +157,7 @@ def numbers(values: Iterable[Any]) -> bool:
 
 
 def _plain(axes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without the seed; lists, tables and booleans as JSON."""
+    """Return the settings without the seed, and with lists, tables and booleans as JSON."""
     shown = {key: value for key, value in axes.items() if key != SEED}
     for key, value in shown.items():
         if not (isinstance(value, str) or numbers([value])):
@@ -181,7 +181,7 @@ def _curves(folder: Path, ended: pd.DataFrame) -> pd.DataFrame:
 
 
 def report_study(folder: Path, out: Path | None = None) -> Path:
-    """Draw the page of a study, by default into its folder `report`, and update `results.json`."""
+    """Write the page of a study, by default to its folder `report`, and update `results.json`."""
     ledger = read_ledger(folder)
     rows = write_results(folder)
     page = out or folder / "report"
@@ -192,7 +192,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
         )
     layouts = {grid: lay_out(folder, some) for grid, some in begun.groupby("grid", sort=False)}
     texts = [v for g in layouts.values() if not numbers(g.line_values) for v in g.line_values]
-    shared = colours_of(texts)  # an objective looks the same in all grids
+    shared = colours_of(texts)  # an objective has the same colour in all grids
     sections = []
     for grid, layout in layouts.items():
         colours = colours_of(layout.line_values) if numbers(layout.line_values) else shared
@@ -220,18 +220,18 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
 
 
 def link_to(run: Path, page: Path) -> str:
-    """Return the link from the study to the page of a run or, if it has none, to its folder."""
+    """Return the link from the study to the page of a run or, without a page, to its folder."""
     index = run / "report" / "index.html"
     return quote(relpath(index if index.is_file() else run, page))
 
 
 def colours_of(values: list[Any]) -> Colours:
-    """Return the number of the colour of each line; None is the only line of a chart."""
+    """Return the colour number of each line; None stands for the only line of a chart."""
     return {None: 0, **{v: i for i, v in enumerate(dict.fromkeys(values))}}
 
 
 def _learning_curves(layout: Layout, colours: Colours) -> list[Row]:
-    """Return a chart for each value of what else was varied, with a line for each setting."""
+    """Return a chart per panel of the grid, with a line for each setting."""
     settings = layout.settings
     drawn = layout.curves.index.unique(0)
     charts = []
@@ -243,7 +243,7 @@ def _learning_curves(layout: Layout, colours: Colours) -> list[Row]:
 
 
 def _against(layout: Layout, colours: Colours) -> list[Row]:
-    """Return charts of the metric at the end against a number that was varied, if there is one."""
+    """Return charts of the final metric against a numeric key that was varied, if one exists."""
     key = layout.number
     last = layout.ends["last"].dropna(subset="mean")
     if key is None or last.empty:
@@ -267,7 +267,7 @@ def _against(layout: Layout, colours: Colours) -> list[Row]:
 def _band(
     layout: Layout, colours: Colours, setting: int, x: pd.Series, scores: pd.DataFrame
 ) -> Row:
-    """Return a line of means over seeds, with a band from the lowest to the highest."""
+    """Return a line of means over seeds, with a band from the lowest to the highest value."""
     value = layout.line(setting)
     name = layout.metric if value is None else phrase(layout.lines or "", value)[-40:]
     ends = {"low": list(scores["min"]), "high": list(scores["max"])}
@@ -275,7 +275,7 @@ def _band(
 
 
 def _chart(layout: Layout, panel: str, lines: list[Row], axis: Row) -> Row:
-    """Return a chart as JSON. All charts of a grid have the same scale of scores."""
+    """Return a chart as JSON. All charts of a grid have the same score axis."""
     name = layout.metric.replace("_", " ")
     form = "share" if "pass@" in layout.metric else "number"
     scores = pd.concat(

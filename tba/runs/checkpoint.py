@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to continue where it stopped.
 
-A generation is a folder `step-00000100`; docs/architecture.md lists its files. It is written aside
-and renamed when it is complete. Safetensors and JSON only, no pickles.
+A generation is a folder `step-00000100`; docs/architecture.md lists its files. It is written under
+a temporary name and renamed when complete. Safetensors and JSON only, no pickles.
 """
 
 import json
@@ -53,17 +53,17 @@ SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
 BEST = "best"
 
-FORMAT = 9  # version of a generation's files; another version is not resumed
+FORMAT = 9  # version of a generation's files; other versions cannot be resumed
 
 GRACE = 1.0
-"""Seconds that a save has at least, once it is waited for."""
+"""Minimum seconds to wait for a save, even past its deadline."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run (see `Run`), and what it needs to continue from there."""
+    """Position of a run (see `Run`), and the state it needs to continue from there."""
 
     step: int
     missing: int
@@ -76,17 +76,17 @@ class Progress:
 def beginning(
     first_fill: int, rng: np.random.Generator, cursor: Cursor
 ) -> tuple[Progress, SearchState]:
-    """Return the states of a new run."""
+    """Return the initial states of a new run."""
     progress = Progress(0, first_fill, 1, rng.bit_generator.state, {})
     return progress, SearchState(cursor, 0, SearchStats(), None, None)
 
 
 class Checkpoints:
-    """Writer of a run's checkpoints: in the background, one at a time.
+    """Writes the checkpoints of a run in the background, one at a time.
 
-    Used as a context, it waits at the end for a save that is being written, except after a
-    KeyboardInterrupt. An unfinished save leaves the generations before it as they are. `deadline`
-    is the most seconds that a save may take.
+    As a context manager, it waits at exit for a save in progress, except after a
+    KeyboardInterrupt. An unfinished save does not affect earlier generations. `deadline` is the
+    maximum duration of a save in seconds.
     """
 
     def __init__(self, folder: Path, keep: int, deadline: float):
@@ -95,7 +95,7 @@ class Checkpoints:
         self._deadline = deadline
         self._step: int | None = None
         self._until = math.inf
-        self._thread: threading.Thread | None = None  # writes step `_step`, sets the two below
+        self._thread: threading.Thread | None = None  # saves step `_step`, sets the next two
         self._error: BaseException | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -110,8 +110,8 @@ class Checkpoints:
     ) -> None:
         """Copy everything now and write it in the background as generation `step-N`.
 
-        A save that is still being written is waited for first. A step is saved once. Generations
-        `beside` the newest ones are kept, too.
+        Waits first for a save in progress. Each step is saved once. The generations in `beside`
+        are kept in addition to the newest ones.
         """
         if progress.step == self._step:
             return
@@ -120,7 +120,7 @@ class Checkpoints:
         target = path_of(self._folder, progress.step)
         aside = self._folder / f".{target.name}"
         name = f"checkpoint of step {progress.step}"
-        own_folder(self._folder).mkdir(exist_ok=True)  # without parents: a run may be moved away
+        own_folder(self._folder).mkdir(exist_ok=True)  # no parents: the run may have been moved
         remove(aside)
         aside.mkdir()
         made = aside.stat()
@@ -134,7 +134,7 @@ class Checkpoints:
                 write_buffer()
                 text.tokenizer.save_pretrained(aside / MODEL)
                 _write_search(aside, search, progress)
-                if not os.path.samestat(made, aside.stat()):  # `save_pretrained` makes parents
+                if not os.path.samestat(made, aside.stat()):  # `save_pretrained` creates parents
                     raise FileNotFoundError(f"{self._folder} was moved or removed meanwhile")
                 _commit(aside, target)
                 _prune(target, self._keep, beside)
@@ -145,19 +145,19 @@ class Checkpoints:
 
         self._step = progress.step
         self._until = time.monotonic() + self._deadline
-        # a daemon, so that an interrupted process does not wait for it
+        # a daemon, so that an interrupted process does not wait for the thread
         self._thread = threading.Thread(target=write, name=name, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the current save. RuntimeError if it failed, TimeoutError if it is late.
+        """Wait for the current save. Raises RuntimeError if it failed, TimeoutError if it is late.
 
-        TrainerLost if a rank that writes has died.
+        Raises TrainerLost if a writing rank has died.
         """
         if self._thread is None:
             return
         problem = f"the checkpoint of step {self._step} was not written"
-        # if this process has been stopped, the thread has had no time either
+        # if this process was suspended, so was the thread
         self._thread.join(max(GRACE, self._until - time.monotonic()))
         if self._thread.is_alive():
             limit = f"trainer.deadline = {self._deadline:g} s"
@@ -170,10 +170,10 @@ class Checkpoints:
             raise kind(f"{problem}: {error}") from error
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of the saves that have ended since the last call.
+        """Return the durations of the saves that completed since the last call, in seconds.
 
-        `checkpoint/seconds` is the time of writing, `checkpoint/blocked` the time that the train
-        loop waited. RuntimeError if a save failed, TimeoutError if one takes too long.
+        `checkpoint/seconds` is the writing time, `checkpoint/blocked` the time that the train loop
+        waited. Raises RuntimeError if a save failed, TimeoutError if one takes too long.
         """
         if self._thread is not None and self._thread.is_alive() and time.monotonic() < self._until:
             return {}
@@ -191,7 +191,7 @@ class Checkpoints:
         elif issubclass(kind, Exception):
             try:
                 self.wait()
-            except (RuntimeError, TimeoutError) as error:  # the run's own error is raised
+            except (RuntimeError, TimeoutError) as error:  # the error of the run propagates
                 log.error("%s", error)
 
 
@@ -206,7 +206,7 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
 
 
 def _commit(aside: Path, target: Path) -> None:
-    """Add a manifest, flush to disk and rename."""
+    """Add a manifest, flush to disk, and rename."""
     digests = {name: sha256_of(path) for name, path in files_of(aside).items()}
     (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
     for path in [*aside.rglob("*"), aside]:
@@ -216,7 +216,7 @@ def _commit(aside: Path, target: Path) -> None:
 
 
 def _prune(newest: Path, keep: int, beside: Set[Path]) -> None:
-    """Keep `newest`, the keep - 1 before it, and `beside`; a resumed run abandons later ones."""
+    """Keep only `newest`, the keep - 1 before it, and `beside`; later ones were abandoned."""
     folder = newest.parent
     complete = [g for g in generations(folder) if step_of(g) <= step_of(newest)]
     for path in saved(folder) - {*complete[-keep:], *beside}:
@@ -252,10 +252,9 @@ def newest(folder: Path, complete: Sequence[Path] | None = None) -> Path:
 
 
 def score_of(scores: Mapping[str, float]) -> float:
-    """Return the held-out score that decides: sampled pass@1, or the reward where there is none.
+    """Return the score that ranks evaluations: sampled pass@1, or else the reward.
 
-    It is rounded to nine digits. An evaluation in which no answer could be scored is never better
-    than another.
+    Rounded to nine digits. An evaluation in which no answer could be scored ranks last.
     """
     if scores.get("sampled_rejected") == 1:
         return -math.inf
@@ -264,28 +263,28 @@ def score_of(scores: Mapping[str, float]) -> float:
 
 
 def read_scores(run: Path) -> dict[int, float]:
-    """Return the score of each evaluation of a run, by the step that it evaluated."""
+    """Return the score of each evaluation of a run, by evaluated step."""
     return {int(scores["step"]): score_of(scores) for scores in read_evaluations(run)}
 
 
 def best_step(scores: Mapping[int, float], kept: Container[int] = ()) -> int | None:
-    """Return the step with the highest score; None if there is none.
+    """Return the step with the highest score, or None.
 
-    Of equal scores, the first whose checkpoint was `kept` counts, or else the first. Step 0 is the
-    model that training begins with, which has no checkpoint.
+    Ties go to the first step whose checkpoint was `kept`, else to the first step. Step 0, the
+    model before training, is excluded because it has no checkpoint.
     """
     steps = sorted(scores.keys() - {0})
     return max(steps, key=lambda step: (scores[step], step in kept), default=None)
 
 
 def without_better(scores: Mapping[int, float], since: int) -> int:
-    """Return how many evaluations after step `since` came after the best one."""
+    """Return the number of evaluations after both step `since` and the best one."""
     best = max(sorted(scores), key=scores.__getitem__, default=0)
     return sum(step > max(best, since) for step in scores)
 
 
 def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) -> set[Path]:
-    """Return what `checkpoint.keep_best` keeps: the best one, and those being evaluated."""
+    """Return the checkpoints that `checkpoint.keep_best` keeps: the best, and any in evaluation."""
     folder = run / CHECKPOINTS
     kept = [step_of(generation) for generation in generations(folder)]
     steps = {best_step(scores, kept), *(evaluating - scores.keys())}
@@ -294,7 +293,7 @@ def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) ->
 
 @contextmanager
 def chosen(run: Path, step: int | str | None = None) -> Iterator[Path]:
-    """Choose a checkpoint, which a run that is training does not remove meanwhile."""
+    """Choose a checkpoint, and lock it so that a training run does not remove it."""
     with held(run / CHECKPOINTS) as complete:
         yield choose(run, step, complete)
 
@@ -304,15 +303,13 @@ def choose(
 ) -> Path:
     """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.
 
-    ValueError if there is no such checkpoint, or if it is damaged.
+    Raises ValueError if the checkpoint does not exist or is damaged.
     """
     folder = run / CHECKPOINTS
     if step is None:
         return newest(folder, complete)
     by_step = {step_of(g): g for g in (generations(folder) if complete is None else complete)}
-    there = (
-        f"the checkpoints in {run} are those of steps {', '.join(map(str, by_step)) or '(none)'}"
-    )
+    there = f"{run} has checkpoints of steps {', '.join(map(str, by_step)) or '(none)'}"
     number = int(step) if str(step).isdecimal() else None
     if step == BEST:
         number = best_step(read_scores(run), by_step)
@@ -330,7 +327,7 @@ def choose(
 def restore(
     generation: Path, trainer: Trainer, buffer: ReplayBuffer
 ) -> tuple[Progress, SearchState]:
-    """Put trainer and buffer back from an undamaged generation; return the other states."""
+    """Restore trainer and buffer from an undamaged generation; return the other states."""
     state = read_json(generation / STATE)
     if state.get("format") != FORMAT:
         raise ValueError(
@@ -364,8 +361,8 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
 
 
 def checkpoint_size(config: Config, sizes: TrainerSizes) -> int:
-    """Return the bytes of a checkpoint without the replay buffer."""
-    weights = 4 * sizes.trained  # in bf16, half of it is beside the moments
+    """Return the size of a checkpoint without the replay buffer, in bytes."""
+    weights = 4 * sizes.trained  # with bf16 weights, half of it is in the optimizer's file
     searcher = sizes.published_bytes if config.runtime.use == "local" else 0
     reference = weights if config.policy.reset_reference_every else 0
     moments = round(MOMENTS[config.trainer.optimizer] * sizes.trained)

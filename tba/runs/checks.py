@@ -1,4 +1,4 @@
-"""Checks of a command that need no PyTorch, whose import takes seconds; the config of a run."""
+"""Checks of a command that need no PyTorch (its import takes seconds), and the config of a run."""
 
 import os
 import re
@@ -21,20 +21,20 @@ from tba.tasks._memory import Passed, build_task
 SHARED = Path("/dev/shm")
 """Folder of shared memory."""
 SOCKET = "/tba-12345678/ray/session_2026-01-01_00-00-00_000000_/sockets/plasma_store"
-"""Socket of a private Ray below the temporary folder, without the process id at its end."""
+"""Socket of a private Ray under the temporary folder, without the process id at the end."""
 LONGEST = 107
-"""Bytes of the longest path of a socket."""
+"""Maximum length of a socket path in bytes."""
 LONGEST_NAME = 255
-"""Bytes of the longest name of a file."""
+"""Maximum length of a file name in bytes."""
 VOCABULARY = re.compile("token|vocab|merges|piece")
-"""Part of the name of a tokenizer's file."""
-VALUES = "the tokens between values of objective.use"
+"""Part of the name of a tokenizer file."""
+VALUES = "objective.step_tokens"
 
 
 def placed(config: Config) -> Config:
-    """Return the config with absolute paths, the folder of the run, and the folder of its start.
+    """Return the config with absolute paths, the run folder, and the folder of its start.
 
-    From now on, Python finds modules in the folder of the start, too, before the current folder.
+    Also adds the start folder to `sys.path`, before the current folder.
     """
     start = config.run.base or str(Path.cwd())
     if start not in sys.path:  # before the current folder, whose modules may have the same names
@@ -50,9 +50,9 @@ def placed(config: Config) -> Config:
 
 
 def _absolute(key: str, value: Any) -> Any:
-    """Return a value of a config, with absolute paths in place of those that exist."""
+    """Return a config value with existing paths made absolute."""
     if isinstance(value, Mapping):
-        remote = {"model"} if "url" in value else set()  # it is the server's name for it
+        remote = {"model"} if "url" in value else set()  # the server's name for the model
         return {n: v if n in remote else _absolute(str(n), v) for n, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([_absolute(key, inner) for inner in value])
@@ -72,7 +72,7 @@ def _absolute(key: str, value: Any) -> Any:
 
 
 def check_start(config: Config, resume: Path | None, passed: Passed | None = None) -> None:
-    """Raise ValueError for a mistake in what a run needs, before PyTorch is imported."""
+    """Raise ValueError if a run cannot start, before PyTorch is imported."""
     folder = Path(config.run.folder) if resume is None else resume
     if resume is not None:
         log.read_config(resume)
@@ -85,7 +85,7 @@ def check_start(config: Config, resume: Path | None, passed: Passed | None = Non
 
 
 def tell_finished(run: Path, config: Config) -> bool:
-    """Return whether a run that shall be resumed has done all of its steps; if so, say so."""
+    """Return whether the run to resume has already done all of its steps; if so, print a line."""
     summary = log.read_optional(run / log.SUMMARY) or {}
     before = log.read_config(run).run
     is_longer = (config.run.steps, config.run.epochs) != (before.steps, before.epochs)
@@ -97,7 +97,7 @@ def tell_finished(run: Path, config: Config) -> bool:
 
 
 def check_config(config: Config, passed: Passed | None = None, folder: Path = Path()) -> None:
-    """Raise ValueError for a wrong model, plug-in, option or reward function."""
+    """Raise ValueError for an invalid model, plug-in, option or reward function."""
     if passed is not None:
         config = passed.named_in(config, folder)
     functions = None if passed is None else passed.functions
@@ -110,7 +110,7 @@ def check_config(config: Config, passed: Passed | None = None, folder: Path = Pa
 
 
 def check_evaluated(model: str, config: Config) -> None:
-    """Raise ValueError if a model, which is no run, cannot be evaluated by this config."""
+    """Raise ValueError if a model (not a run folder) cannot be evaluated with this config."""
     if "task" not in config.model_fields_set:
         raise ValueError(
             f"{model} is not the folder of a run, and a model needs a config with [task]:"
@@ -125,7 +125,7 @@ def check_evaluated(model: str, config: Config) -> None:
 
 
 def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
-    """Return the run's policy; ValueError if it cannot be written there."""
+    """Return the run's policy table; ValueError if the model cannot be exported to `out`."""
     check_usable(out, key="FOLDER")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
@@ -136,7 +136,7 @@ def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
 
 
 def check_new_file(run: Path, out: Path) -> None:
-    """Raise ValueError unless the folder is one of a run, and a new file can be written there."""
+    """Raise ValueError unless `run` is a run folder, and `out` can be created as a new file."""
     log.read_config(run)
     check_usable(out.parent, key="the folder of the file")
     if out.exists():
@@ -144,7 +144,7 @@ def check_new_file(run: Path, out: Path) -> None:
 
 
 def _check_folders_of_ray() -> None:
-    """Raise ValueError if Ray cannot make its folder, its sockets or its shared memory."""
+    """Raise ValueError if Ray cannot create its folder, sockets or shared memory."""
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     folder = Path(os.environ.get(name) or "/tmp").absolute()
     advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
@@ -154,7 +154,7 @@ def _check_folders_of_ray() -> None:
             f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; {advice}"
         )
     _check_writable(folder, f"{name} = {str(folder)!r}", advice)
-    if SHARED.exists():  # else Ray uses its folder
+    if SHARED.exists():  # otherwise Ray uses its folder
         advice = "mount a tmpfs there, or set runtime.use=local"
         _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
 
@@ -170,7 +170,7 @@ def _check_writable(folder: Path, named: str, advice: str) -> None:
 
 
 def _check_model(config: Config) -> None:
-    """Raise ValueError if no model is named, or a folder has a model, but no tokenizer."""
+    """Raise ValueError if no model is named, or its folder contains no tokenizer."""
     if "model" not in config.policy.model_fields_set and config.task.use != "arithmetic":
         raise ValueError(
             f"policy.model is missing: name the model to train on task.use = {config.task.use!r},"
@@ -190,11 +190,11 @@ def stored_config(
     settings: Sequence[str] = (),
     given: Config | Mapping[str, Any] | str | Path | None = None,
 ) -> Config:
-    """Return the config of a run with the tables that are given, and settings, laid over it.
+    """Return the config of a run, overridden by the `given` tables and then by the settings.
 
-    Their paths start from the current folder. A config that has all tables, as one that was loaded
-    from a run, takes the place of the stored one. The folder, and the rows from Python in it, are
-    where the run is now.
+    Their paths are relative to the current folder. A given config that sets all tables, such as one
+    loaded from a run, replaces the stored config. Paths of the run folder, and of rows passed from
+    Python in it, are updated to where the run is now.
     """
     stored = log.read_config(run)
     tables = stored.nested()
@@ -225,7 +225,7 @@ def stored_config(
 
 
 def _lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
-    """Set each key of these tables, as `assign_all` does."""
+    """Set each key of these tables, like `assign_all`."""
     values: dict[str, Any] = {}
     for name, table in tables.items():
         own = by_key(name, table)
@@ -241,7 +241,7 @@ def _lay_over(plain: dict[str, Any], tables: Mapping[str, Any]) -> None:
 
 
 def check_resumed(config: Config, before: Config) -> None:
-    """Raise ValueError for a change that makes the replay buffer or the moments wrong."""
+    """Raise ValueError for a change that invalidates the replay buffer or the optimizer state."""
     then = _decisive(before)
     changes = []
     for key, value in _decisive(config).items():
@@ -253,7 +253,7 @@ def check_resumed(config: Config, before: Config) -> None:
 
 
 def _decisive(config: Config) -> dict[str, Any]:
-    """Return what decides the contents of the replay buffer, and of the optimizer's state."""
+    """Return the settings that determine the contents of the replay buffer and optimizer state."""
     objective = resolve_all(config).objective.at(0)
     lora = config.policy.lora
     return {
@@ -271,7 +271,7 @@ def _decisive(config: Config) -> dict[str, Any]:
 
 
 def check_step(step: int, config: Config) -> None:
-    """Raise ValueError if a run is already further than it shall go."""
+    """Raise ValueError if the run is past `run.steps`."""
     steps = config.run.steps
     if step > steps:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Console output of a run as lines."""
+"""Console of a run that prints lines."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from tba.config.schema import Config
 from tba.runs.log import SUMMARY, resumes
 from tba.runs.metrics import EACH_REWARD, shown
 
-if TYPE_CHECKING:  # these import PyTorch, and the first line comes before that
+if TYPE_CHECKING:  # these import PyTorch, and the first line is printed before that
     from tba.runs.summary import Summary
     from tba.search.result import Evaluation
 
@@ -22,17 +22,17 @@ PASS = "pass@1 sampled {sampled_pass@1:.3f} ± {sampled_stderr:.3f}"
 PASS += "  greedy {greedy_pass@1:.3f} ± {greedy_stderr:.3f}"
 FIRST_LINE = "loading PyTorch, the tokenizer and the data"
 WIDTH = 100
-"""Most characters of a text in a line."""
+"""Maximum number of characters of a text in a line."""
 
 
 def announce(config: Config) -> None:
-    """Print the first line of a run: call it before PyTorch is imported, which takes seconds."""
+    """Print the first line of a run. Call it before PyTorch is imported, which takes seconds."""
     if config.log.console != "off":
         print(FIRST_LINE, flush=True)
 
 
 class Console:
-    """Lines: one for each of the first steps, then one every few seconds."""
+    """Console that prints a line for each of the first steps, then one every few seconds."""
 
     EVERY = 5.0
     SILENCE = 30.0
@@ -49,9 +49,9 @@ class Console:
         self._held_out: dict[str, float] = {}  # scores of the latest evaluation
 
     def phase(self, text: str) -> None:
-        """Show what the run is doing. The same phase may come again, with other numbers.
+        """Show the current phase of the run; repeated calls may differ in their numbers.
 
-        Before the first step, a new phase is shown at once; else only after some silence.
+        Before the first step, a new phase is shown at once, later only after some silence.
         """
         now = time.monotonic()
         kind = re.sub(r"\d+", "", text)
@@ -80,7 +80,7 @@ class Console:
         self.note(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
 
     def evaluation(self, evaluation: "Evaluation") -> None:
-        """Show the scores, and the answer to the first held-out prompt."""
+        """Show the scores, and one answer to the first held-out prompt."""
         self._held_out = {f"eval/{name}": value for name, value in evaluation.scores.items()}
         for name, scores in evaluation.by_set().items():
             self.scores(evaluation.version, f"{name}  {in_a_line(scores)}".lstrip())
@@ -95,9 +95,9 @@ class Console:
         self.note(f"sample: {_end(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, s: "Summary", folder: Path, best: tuple[int, float] | None = None) -> None:
-        """Show the scores, what the run did, and what to type next.
+        """Show the scores, the totals of the run, and the next commands.
 
-        `best` has the step and the score of the best evaluation, if it is not the last one.
+        `best` is the step and the score of the best evaluation, unless that is the last one.
         """
         outcome = "finished" if s.finished else "stopped"
         results = [f"{outcome} after {s.steps} steps in {s.seconds:.0f} s"]
@@ -134,7 +134,7 @@ class Console:
     def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """Return the label and the text of each metric on the first screen.
 
-        The text of a reward function has its mean and its standard deviation.
+        The text of a reward function contains its mean and standard deviation.
         """
         latest = {**self._held_out, **metrics}
         values = []
@@ -148,7 +148,7 @@ class Console:
 
 
 def in_a_line(scores: Mapping[str, float]) -> str:
-    """Return one line for an evaluation: pass@1 or else the reward, and the task's measures."""
+    """Return an evaluation as one line: pass@1 or else the reward, and the task's own metrics."""
     reward = REWARD + (GREEDY if "greedy_reward" in scores else "")
     parts = [(PASS if "sampled_pass@1" in scores else reward).format_map(scores)]
     for name, value in scores.items():

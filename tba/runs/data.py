@@ -1,4 +1,4 @@
-"""Data of a run: its task, its prompts with their tokens, and further evaluation sets."""
+"""Data of a run: its task, its tokenized prompts, and additional evaluation sets."""
 
 import logging
 from collections import Counter
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Data:
-    """Contents of the files of a run but its weights: the task, and prompts by the tokenizer."""
+    """Inputs of a run except weights: tokenizer, task and prompts."""
 
     text: Tokenizer
     task: Task
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     kept_back: int
-    """Number of all held-out prompts, of which the first `eval.prompts` are used."""
+    """Total number of held-out prompts; evaluations use the first `eval.prompts`."""
     sets: Mapping[str, EvaluationSet]
-    """Further evaluation sets, by name."""
+    """Additional evaluation sets, by name."""
     extremes: tuple[np.ndarray, np.ndarray]
-    """Tokens of the shortest prompt and of the longest one."""
+    """Tokens of the shortest and of the longest prompt."""
 
 
 def read_data(config: Config, functions: Functions | None, text: Tokenizer, plugin: Plugin) -> Data:
-    """Build the task and read its prompts, and those of further evaluation sets."""
+    """Build the task, and read its prompts and the additional evaluation sets."""
     task = build_task(plugin, functions)
     task.check()
     check_stop(config.sampling.stop, text)
@@ -57,9 +57,9 @@ def read_data(config: Config, functions: Functions | None, text: Tokenizer, plug
 def read_prompts(
     config: Config, task: Task, text: Tokenizer
 ) -> tuple[list[Prompt], list[Prompt], int, list[Encoded]]:
-    """Return the prompts to train on, those to evaluate, and all of these with their tokens.
+    """Return (training prompts, evaluation prompts, number held out, both kinds with tokens).
 
-    The third is how many are held out.
+    Raises ValueError if no training prompts remain.
     """
     encode = encoder(text, task)
     seen: set[bytes] = set()
@@ -87,7 +87,7 @@ def read_prompts(
 def _without_held_out(
     task: Task, encoded: Sequence[Encoded], held_out: Set[bytes]
 ) -> list[Encoded]:
-    """Return the training prompts whose identity is not held out; ValueError if there is none."""
+    """Return the training prompts that are not also held out; ValueError if none remain."""
     left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in held_out]
     told = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts are also held out"
     if not left:
@@ -100,9 +100,9 @@ def _without_held_out(
 def kept(
     what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
 ) -> list[Prompt]:
-    """Return the prompts but those that are too long, or have been `seen`, if the task says so.
+    """Drop prompts that are too long or already `seen`, as configured by the task.
 
-    `seen` is added to. ValueError if none is left of the task, or of a part of it.
+    Adds to `seen`. Raises ValueError if the task, or a part of it, has no prompts left.
     """
     left: list[Prompt] = []
     why: Counter[str] = Counter()
@@ -132,10 +132,10 @@ def kept(
 def evaluation_sets(
     config: Config, functions: Functions | None, task: Task, text: Tokenizer, trained_on: Set[bytes]
 ) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
-    """Return the sets by name, and all their prompts with their tokens; ValueError if one is wrong.
+    """Return the sets by name, and all their prompts with tokens; ValueError if a set is invalid.
 
-    Prompts whose identity is trained on are left out, unless the task samples from these again.
-    `task` is the task of the run.
+    Prompts that are also trained on are dropped, unless the set's task `samples_again`. `task` is
+    the task of the run.
     """
     sets: dict[str, EvaluationSet] = {}
     encoded: list[Encoded] = []
@@ -146,7 +146,7 @@ def evaluation_sets(
         options = table.options if table.use else config.task.options | table.options
         use = table.use or config.task.use
         own = named_task(key, use, options, functions)
-        with about(f"[{key}]"):  # errors speak of `task.`
+        with about(f"[{key}]"):  # error messages name keys of `task.`
             own.check()
             prompts = kept(name, own, own.held_out(), encoder(text, own), set())
         is_cut = own.program is not None
@@ -158,7 +158,7 @@ def evaluation_sets(
                 fresh.append(prompt)
         if not fresh:
             why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
-            raise ValueError(f"[{key}]: {why}; give it data of its own, or remove it")
+            raise ValueError(f"[{key}]: {why}; give it separate data, or remove it")
         if left_out := len(prompts) - len(fresh):
             told = "%s: %d of %d prompts are trained on, and left out"
             log.warning(told, key, left_out, len(prompts))

@@ -1,4 +1,4 @@
-"""The dry run of a config: all checks, the first prompts, calls of the reward, and needs."""
+"""Dry run of a config: all checks, the first prompts, reward calls, and memory needs."""
 
 import json
 import re
@@ -38,7 +38,7 @@ from tba.types import collate_tokens
 
 DUMMY = "dummy answer"
 NUMBER = "1"
-"""Answer that is tried beside the dummy where none is known to be right."""
+"""Second answer to score, in addition to the dummy, when the right answer is unknown."""
 UNCHECKED = (
     "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
     " that score, sessions, seconds a step"
@@ -51,10 +51,10 @@ def dry_run(
     replay: Replay = "keep",
     planned: Machine | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Check a config as a run does; return its tables, with defaults, and what there is to tell.
+    """Check a config as a run does; return its tables, with defaults, and the lines to print.
 
-    ValueError for what a run would refuse, and for a reward that scores none of several answers.
-    For a run that is planned for another machine, no weights are read.
+    Raises ValueError if the run would, or if the reward rejects every answer that is tried. No
+    weights are read for a run `planned` for another machine.
     """
     setup = check(config, planned=planned)
     if resume is not None:
@@ -84,7 +84,7 @@ def dry_run(
         lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
     lines += [*setup.endings, _length(setup), *_memory(setup, planned)]
     if planned is None:
-        # loads the policy, and compares its log-probs at the length of the longest sequence
+        # loads the policy, and checks its log-probs at the length of the longest sequence
         trainer = setup.trainer(device_here())
         _, task = setup.task.part(setup.prompts[0])
         lines.append(_seconds(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0]))))
@@ -94,7 +94,7 @@ def dry_run(
 
 
 def as_toml(tables: Mapping[str, Any], given: Mapping[str, Any], name: str = "") -> str:
-    """Return the tables of a config as TOML; what was not `given` is marked as a default."""
+    """Return the tables of a config as TOML; values not in `given` are marked as defaults."""
     inner = {key: value for key, value in tables.items() if isinstance(value, dict)}
     lines = [f"\n[{name}]"] if name else []
     for key, value in tables.items():
@@ -107,7 +107,7 @@ def as_toml(tables: Mapping[str, Any], given: Mapping[str, Any], name: str = "")
 
 
 def _value(value: Any) -> str:
-    """Return a value as TOML: as JSON, but for tables."""
+    """Return a value as TOML: an inline table, or else JSON."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_key(key)} = {_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):
@@ -116,12 +116,12 @@ def _value(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    """Return a key as TOML, in quotes if it needs them."""
+    """Return a key as TOML, quoted if necessary."""
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
 
 
 def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
-    """Return a prompt as the policy reads it, special tokens included."""
+    """Return a prompt as the policy sees it, including special tokens."""
     _, task = setup.task.part(prompt)
     tokens = encoder(setup.text, task)(prompt)
     of_part = f" of {part}" if part else ""
@@ -130,7 +130,7 @@ def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
 
 
 def _held(setup: RunSetup) -> list[str]:
-    """Hold one session, and return its calls, its tokens, its reward and its seconds."""
+    """Run one session, and return its calls, tokens, reward and duration."""
     started = time.perf_counter()
     device = device_here()
     bf16 = computes_in_bf16(setup.config.policy, device)
@@ -155,7 +155,7 @@ def _held(setup: RunSetup) -> list[str]:
 
 
 def _loads(task: Task) -> bool:
-    """Return whether a task scores with a model that it loads, or with a server."""
+    """Return whether a task loads a model, or calls a server, to score answers."""
     loads_own = type(task).load is not Task.load
     parts = [each for _, each in task.dependencies]
     return loads_own or any(
@@ -165,16 +165,16 @@ def _loads(task: Task) -> bool:
 
 
 def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
-    """Return whether a prompt is plain text, but could go through a chat template."""
+    """Return whether a prompt is plain text although a chat template is available."""
     _, task = setup.task.part(prompt)
     plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not task.program
     return plain and task.tools is None and setup.text.tokenizer.chat_template is not None
 
 
 def _scored(setup: RunSetup, search: SearchSetup, prompts: list[Prompt]) -> list[list[str]]:
-    """Return what the reward says of a dummy and of the right answer to each prompt.
+    """Return lines with the rewards of a dummy and of the right answer to each prompt.
 
-    It is called as in a run: in its process, with its models.
+    The reward is called as in a run: in its own process, with its models.
     """
     scoring = search.scoring(device_here())
     try:
@@ -188,10 +188,10 @@ def _scored(setup: RunSetup, search: SearchSetup, prompts: list[Prompt]) -> list
 
 
 def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
-    """Return what the reward says of answers to a prompt.
+    """Return lines with the rewards of answers to a prompt.
 
-    ValueError if it scores none of them, or if a task with a grader of ours finds the answer in the
-    data wrong.
+    Raises ValueError if it rejects all of them, or if a built-in grader marks the answer in the
+    data as wrong.
     """
     _, task = setup.task.part(prompt)
     right = task.right_answer(prompt)
@@ -220,7 +220,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
 
 
 def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
-    """Return a warning if a grader of ours accepts no answer to some of the first 1,000 rows."""
+    """Return a warning if a built-in grader rejects the answers of some of the first 1,000 rows."""
     every = [(prompt, setup.task.part(prompt)[1]) for prompt in (*setup.held_out, *setup.prompts)]
     rows = [(prompt, task) for prompt, task in every if isinstance(task, Problems)][:1000]
     wrong = []
@@ -235,7 +235,7 @@ def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
 
 
 def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:
-    """Return whether a right answer gets less than one should."""
+    """Return whether the reward of a right answer is too low."""
     if isinstance(verdict, Rejected):
         return True
     if task.pass_reward is not None:
@@ -252,7 +252,7 @@ def _in_words(text: str, verdict: Verdict) -> str:
 def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     """Score a text as an answer to a prompt; return the first rejection, or else the first reward.
 
-    A group of two, because a wrong number of rewards would not show for one.
+    Scores it twice as a group, because one answer would not reveal a wrong number of rewards.
     """
     answer = Answer(text, True)
     if task.tools is not None:
@@ -264,7 +264,7 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
 
 
 def _length(setup: RunSetup) -> str:
-    """Return in words how long a run is."""
+    """Return a line with the length of the run in steps and epochs."""
     c = setup.config
     t = c.trainer
     epochs = c.run.steps * t.groups / len(setup.prompts)
@@ -275,7 +275,7 @@ def _length(setup: RunSetup) -> str:
 
 
 def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
-    """Return in words the memory of each process and of a checkpoint, and whether it suffices."""
+    """Return lines with the memory of each process, the checkpoint size, and a verdict."""
     needs = Needs.of(setup.config, planned or this_machine(), len(setup.extremes[1]))
     written = f"a checkpoint has {size(checkpoint_size(setup.config, needs.trainer_sizes))} on disk"
     *lines, verdict = needs.lines()
@@ -283,10 +283,10 @@ def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
 
 
 def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
-    """Return in words how long a step takes for prompts of so many tokens."""
+    """Return a line with the duration of a step for prompts of `prompt` tokens."""
     t = setup.config.trainer
     length = setup.config.sampling.max_tokens
-    tokens = prompt + t.group_size * (length - 1)  # of a group; a last token predicts nothing
+    tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
     responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
     seconds = _measured(trainer, prompt, responses, length) * t.batch_size / responses
     return (
@@ -296,11 +296,11 @@ def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
 
 
 def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> float:
-    """Return the seconds of a forward and backward pass over random responses."""
+    """Return the duration of a forward and backward pass over random responses, in seconds."""
     rng = np.random.default_rng(0)
     seconds = 0.0
     vocabulary = trainer.policy.model.config.get_text_config().vocab_size
-    for tokens in (2, length):  # the first pass of a process is slow
+    for tokens in (2, length):  # the first pass in a process is slow
         rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
         batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
         began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Generations of checkpoints on disk: which ones are complete and sound. It needs no torch.
+"""Generations of checkpoints on disk: which are complete and undamaged. Does not import torch.
 
-A generation is written as `.step-N`, and renamed to `step-N` when it is complete.
+A generation is written as `.step-N`, and renamed to `step-N` once it is complete.
 """
 
 import fcntl
@@ -20,15 +20,15 @@ from tba.runs.log import CHECKPOINTS, continues, own_folder
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")
-"""Names of the folders that a save makes; all others belong to somebody else."""
+"""Names of the folders that a save creates; other folders are left alone."""
 
 READ = re.compile(
     r"(optimizer.*|head|reference|search_weights)\.safetensors|held\.jsonl"
     r"|model/(adapter_\w+\.(json|safetensors)|model\.safetensors\.index\.json)"
 )
-"""Names of files that are read if they are there."""
+"""Names of optional files that are read when present."""
 TRIES = 100
-"""Attempts to hold a checkpoint before its run has removed it."""
+"""Attempts to lock a checkpoint before its run removes it."""
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def generations(folder: Path) -> list[Path]:
 
 
 def going_on(run: Path, wrong: int = 0, setting: str = "") -> str:
-    """Return how to continue a run: from its newest checkpoint, or that before step `wrong`."""
+    """Return how to continue a run: from its newest checkpoint, or the last before step `wrong`."""
     saved = generations(run / CHECKPOINTS)
     later = [quote(str(each)) for each in saved if 0 < wrong <= step_of(each)]
     if len(later) == len(saved):
@@ -62,7 +62,7 @@ def going_on(run: Path, wrong: int = 0, setting: str = "") -> str:
 
 @contextmanager
 def held(folder: Path) -> Iterator[list[Path]]:
-    """Return the complete checkpoints, which a run that is training does not remove meanwhile."""
+    """Lock the complete checkpoints, so that a training run does not remove them; yield them."""
     with ExitStack() as locks:
         for _ in range(TRIES):  # all of them may be removed between the listing and the locks
             complete = [each for each in generations(folder) if _hold(each, locks)]
@@ -72,7 +72,7 @@ def held(folder: Path) -> Iterator[list[Path]]:
 
 
 def _hold(generation: Path, locks: ExitStack) -> bool:
-    """Hold a checkpoint until the locks are released; False if it is being removed."""
+    """Lock a checkpoint until `locks` closes; return False if it is being removed."""
     manifest = generation / MANIFEST
     if not manifest.is_file():
         return generation.is_dir()
@@ -85,7 +85,7 @@ def _hold(generation: Path, locks: ExitStack) -> bool:
 
 
 def _locks(file: IO[bytes], kind: int) -> bool:
-    """Lock a file, unless another process has; return whether that is so, or there are no locks."""
+    """Lock a file; return False if another process holds it. Without file locks, return True."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -99,9 +99,9 @@ def saved(folder: Path) -> set[Path]:
 
 
 def recover(folder: Path) -> None:
-    """Finish a save that a kill interrupted before its last step, and remove unfinished ones.
+    """Finish saves that were interrupted before the final rename, and remove incomplete ones.
 
-    Only for the process that writes checkpoints to this folder.
+    Only the process that writes checkpoints to this folder may call it.
     """
     for path in saved(own_folder(folder)) - {*generations(folder)}:
         target = path_of(folder, step_of(path))
@@ -112,7 +112,7 @@ def recover(folder: Path) -> None:
 
 
 def put(complete: Path, target: Path) -> None:
-    """Give a generation its name; one that has it is removed first."""
+    """Rename a complete generation to its target, replacing an existing one."""
     if target.is_symlink():
         target.unlink()
     elif target.exists():
@@ -121,9 +121,9 @@ def put(complete: Path, target: Path) -> None:
 
 
 def remove(generation: Path) -> None:
-    """Remove a generation that is not needed, or log why it could not be removed.
+    """Remove a generation, or log why it could not be removed.
 
-    Somebody else may remove it at the same time, and NFS keeps files that are open.
+    Another process may remove it at the same time, and NFS keeps open files.
     """
     path = generation
     try:
@@ -133,7 +133,7 @@ def remove(generation: Path) -> None:
             with (path / MANIFEST).open("rb") as file:
                 if not _locks(file, fcntl.LOCK_EX):  # it is being read: the next save removes it
                     return None
-                path = path.rename(path.with_name(f".{path.name}"))  # no reader finds a part of it
+                path = path.rename(path.with_name(f".{path.name}"))  # so no reader sees a part
         shutil.rmtree(path)
     except OSError as error:
         if path.exists():
@@ -141,9 +141,9 @@ def remove(generation: Path) -> None:
 
 
 def damage(generation: Path) -> dict[str, str]:
-    """Return the problem of each file that is not as the manifest says, by its name.
+    """Return the problem of each file that does not match the manifest, by file name.
 
-    No file is opened if there is a link.
+    If there is a symlink, no file is opened.
     """
     try:
         links = [path for path in (generation, *generation.rglob("*")) if path.is_symlink()]
@@ -168,7 +168,7 @@ def damage(generation: Path) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files under the folder, and links to folders, by their relative names."""
+    """Return the files under the folder, and symlinks to folders, by relative path."""
     paths = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     return {str(path.relative_to(folder)): path for path in sorted(paths)}
 

@@ -1,4 +1,4 @@
-"""Journal of a run: metrics, samples and warnings, in its folder and in services that show them."""
+"""Journal of a run: writes metrics, samples and warnings to its folder, TensorBoard and W&B."""
 
 import json
 import math
@@ -23,13 +23,13 @@ from tba.runs.log import (
 from tba.types import lag
 
 LONGEST_VALUE = 10_000
-"""Most characters of a column's value in samples.jsonl."""
+"""Maximum number of characters of a column's value in samples.jsonl."""
 
 
 def check_log(table: LogTable) -> None:
-    """Raise ValueError if Weights & Biases is not installed, or refuses.
+    """Raise ValueError if Weights & Biases is not installed, or the login fails.
 
-    On a terminal, it asks for a missing key.
+    On a terminal, it prompts for a missing API key.
     """
     if not table.wandb:
         return
@@ -51,7 +51,7 @@ class TensorBoard:
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = start + 1 if start else None  # drops the steps that are repeated
+        purge = start + 1 if start else None  # drops the steps that will be repeated
         events = own_folder(folder / "tensorboard")
         self._writer: Any = SummaryWriter(str(events), purge_step=purge)
 
@@ -60,7 +60,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Show none: they are in `samples.jsonl`."""
+        """Do nothing: samples are in `samples.jsonl`."""
 
     def warn(self, step: int, text: str) -> None:
         self._writer.add_text("warnings", text, step)
@@ -70,7 +70,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, which begins with the metrics so far. Completions are tables."""
+    """A run in Weights & Biases. It starts with the metrics so far; completions become tables."""
 
     def __init__(self, config: Config, folder: Path):
         import wandb
@@ -104,7 +104,7 @@ class WeightsAndBiases:
         self._log(max(row["step"] for row in rows), {"completions": table})
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        # W&B's own step cannot go back, as it does for an evaluation that ends late
+        # W&B's own step cannot decrease, which happens when an evaluation ends late
         self._run.log({**values, "step": step})
 
     def warn(self, step: int, text: str) -> None:
@@ -115,7 +115,7 @@ class WeightsAndBiases:
 
 
 Sink = TensorBoard | WeightsAndBiases
-"""Service that shows metrics, samples and warnings."""
+"""Service that displays metrics, samples and warnings."""
 
 
 class Journal:
@@ -128,12 +128,12 @@ class Journal:
             self._sinks.append(TensorBoard(folder, start))
         if config.log.wandb:
             self._sinks.append(WeightsAndBiases(config, folder))
-        self._shown: list[dict[str, Any]] = []  # samples that sinks have not got
+        self._shown: list[dict[str, Any]] = []  # samples not yet sent to the sinks
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step, or of an evaluation of its weights.
+        """Log the metrics of a training step, or of an evaluation of its weights.
 
-        The metrics of an evaluation have `requested`, the step at which it was requested.
+        The metrics of an evaluation include `requested`, the step at which it was requested.
         """
         self._write(METRICS, {"step": step, **metrics})
         self._show_samples()
@@ -146,9 +146,9 @@ class Journal:
     ) -> None:  # fmt: skip
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
-        `notes` are what reward functions gave and logged, if that is known; `requested` is the step
-        at which an evaluation was requested; `id` and `columns` belong to the prompt; the batch has
-        the completion `drawn` times.
+        `notes`: values that reward functions returned and logged, when known. `requested`: the step
+        at which an evaluation was requested. `id` and `columns` belong to the prompt. `drawn`: how
+        many times the completion is in the batch.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"id": id, "prompt": prompt, "completion": completion}
@@ -167,7 +167,7 @@ class Journal:
             self._shown.append(row | flat)
 
     def warn(self, step: int, key: str, text: str, at_end: bool = False) -> None:
-        """Log a warning; `key` names its kind. One `at_end` goes if the run is resumed."""
+        """Log a warning; `key` names its kind. If `at_end`, it is dropped when the run resumes."""
         row: dict[str, Any] = {"step": step, "key": key, "text": text}
         self._write(WARNINGS, row | ({"at_end": True} if at_end else {}))
         self._show(lambda sink: sink.warn(step, text))
@@ -177,13 +177,13 @@ class Journal:
         self._show(lambda sink: sink.close())
 
     def _show_samples(self) -> None:
-        """Give the samples since the last call to the sinks, together: they make a table."""
+        """Send the samples since the last call to the sinks, together: they form one table."""
         if self._shown:
             self._show(lambda sink: sink.samples(self._shown))
         self._shown = []
 
     def _show(self, show: Callable[[Sink], None]) -> None:
-        """Give something to every sink."""
+        """Call `show` with every sink."""
         for sink in self._sinks:
             show(sink)
 
@@ -196,7 +196,7 @@ class Journal:
 
 
 def _readable(value: Any) -> Any:
-    """Return a column's value as strict JSON: NaN is null, and a long value is its beginning."""
+    """Return a column's value as strict JSON: NaN becomes null, and a long value is truncated."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) > LONGEST_VALUE:
         return f"{text[:LONGEST_VALUE]} …"

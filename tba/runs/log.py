@@ -1,6 +1,6 @@
-"""Folder of a run: the names of its files, how they are read and written, and its lock.
+"""Folder of a run: the names of its files, functions that read and write them, and its lock.
 
-Nothing is ever written through a planted link.
+Files are never written through symlinks.
 """
 
 import errno
@@ -29,7 +29,7 @@ WARNINGS = "warnings.jsonl"
 SOURCES = "sources.json"
 CHECKPOINTS = "checkpoints"
 IDENTITY = "wandb_id"
-"""File with the run's name in Weights & Biases: folders of different studies may have one name."""
+"""File with the run's id in W&B: folders of different studies may have the same name."""
 
 Replay = Literal["keep", "rescore", "drop"]
 """What a resumed run does with its replay buffer: keep it, score it again, or empty it."""
@@ -38,20 +38,20 @@ Row = dict[str, Any]
 """A line of a JSONL file, or the contents of a JSON file."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that is full, and of a quota or a limit of file sizes that is reached."""
+"""Error codes of a full disk, an exceeded quota, and an exceeded limit on the file size."""
 LOCK = ".lock"
 HOLDER = ".lock_holder"
-"""File that names the process which has the lock."""
+"""File that names the process holding the lock."""
 PATIENCE = 0.5
-"""Seconds that a lock may be taken without a refusal: a check has it for a moment."""
+"""Seconds to wait for a lock before refusing: a check holds it for a moment."""
 
 log = logging.getLogger(__name__)
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a JSONL file, if there is one, without a line that a crash cut short.
+    """Return the rows of a JSONL file, without a last line that a crash truncated.
 
-    A damaged line is left out, too, and named in the log.
+    A damaged line is skipped and logged. A missing file has no rows.
     """
     if not path.is_file():
         return []
@@ -62,7 +62,7 @@ def read(path: Path) -> list[Row]:
         try:
             row = json.loads(line.decode())
             if not isinstance(row["step"], int | float):
-                raise TypeError("its step is no number")
+                raise TypeError("its step is not a number")
             rows.append(row)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             log.warning("%s, line %d is damaged and left out: %r", path, number, error)
@@ -70,21 +70,21 @@ def read(path: Path) -> list[Row]:
 
 
 def read_optional(path: Path) -> Any:
-    """Return the contents of a JSON file; None if there is no file."""
+    """Return the contents of a JSON file; None if it does not exist."""
     return read_json(path) if path.is_file() else None
 
 
 def read_sources(run: Path) -> dict[str, str] | None:
-    """Return the digests of a run's data and rewards; warn of a run that has none."""
+    """Return the digests of a run's data and rewards; log a warning if it has none."""
     sources: dict[str, str] | None = read_optional(run / SOURCES)
     if sources is None:
-        text = "%s is of an earlier version: changes of its data and rewards are not noticed"
+        text = "%s is from an earlier version: changes of its data and rewards are not detected"
         log.warning(text, run)
     return sources
 
 
 def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
-    """Return the values of a config by `table.key`, with paths from the folder of its start."""
+    """Return the values of a config by `table.key`; paths are relative to its start folder."""
     base = tables.get("run", {}).get("base", "")
 
     def shown(value: Any) -> Any:
@@ -109,7 +109,7 @@ def is_run(folder: Path) -> bool:
 
 
 def resumes(run: Path, setting: str = "") -> str:
-    """Return what to type to resume a run: reward functions from Python must be passed again."""
+    """Return the command that resumes a run; functions passed from Python must be passed again."""
     task = (read_optional(run / CONFIG) or {}).get("task", {})
     if task.get("use") == "custom" and not task.get("reward"):
         config = "{…}" if setting else "{}"
@@ -118,12 +118,12 @@ def resumes(run: Path, setting: str = "") -> str:
 
 
 def continues(run: Path, setting: str = "") -> str:
-    """Return the beginning of a sentence: what to type to continue a run."""
+    """Return the start of a sentence with the command that continues a run."""
     return f"`{resumes(run, setting)}` continues from"
 
 
 def check_unused(run: Path) -> None:
-    """Raise ValueError if a folder holds a run already."""
+    """Raise ValueError if a folder already contains a run."""
     if is_run(run):
         is_saved = any((run / CHECKPOINTS).glob("step-*"))
         named = quote(str(run))
@@ -135,7 +135,7 @@ def check_unused(run: Path) -> None:
 
 
 def read_config(run: Path) -> Config:
-    """Return the config of a run; ValueError if the folder is not one of a run."""
+    """Return the config of a run; ValueError if the folder is not a run folder."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} is not the folder of a run: it has no {CONFIG}")
     tables = read_json(run / CONFIG)
@@ -146,7 +146,7 @@ def read_config(run: Path) -> Config:
 
 
 def read_evaluations(run: Path) -> list[dict[str, float]]:
-    """Return the scores of every evaluation, in the order of their steps."""
+    """Return the scores of every evaluation, sorted by step."""
     evaluations = []
     for row in read(run / METRICS):
         scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
@@ -162,14 +162,14 @@ def read_warnings(run: Path) -> dict[str, str]:
 
 
 def rewind(run: Path, step: int, evaluates: bool) -> None:
-    """Drop the rows that a run which is resumed at `step` will write again.
+    """Drop the rows that a run resumed at `step` will write again.
 
-    If it `evaluates`, the evaluation of that step is among them. Weights & Biases cannot take steps
-    back: the run becomes a new one there.
+    If it `evaluates`, this includes the evaluation of that step. Weights & Biases cannot delete
+    steps, so the run becomes a new one there.
     """
 
     def comes_again(row: Mapping[str, Any]) -> bool:
-        requested = row.get("requested", -1)  # the weights of an evaluation can be of earlier steps
+        requested = row.get("requested", -1)  # an evaluation may use weights of an earlier step
         return max(row["step"], requested) > step or (evaluates and requested == step)
 
     for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
@@ -181,21 +181,21 @@ def rewind(run: Path, step: int, evaluates: bool) -> None:
 
 
 def open_plain(path: str, flags: int) -> int:
-    """Open a file to append to it, as an `opener`; ValueError for a link."""
+    """Open a file for appending (an `opener` for `open`); ValueError if it is a symlink."""
     if Path(path).is_symlink():
         raise ValueError(f"{path} is a link, so that nothing is written to it; remove it")
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def own_folder(folder: Path) -> Path:
-    """Return the folder, which need not exist; ValueError if it is a link."""
+    """Return the folder, which need not exist; ValueError if it is a symlink."""
     if folder.is_symlink():
         raise ValueError(f"{folder} is a link, so that nothing is written there; remove it")
     return folder
 
 
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:
-    """Write a file atomically: a reader sees the old content or the new one."""
+    """Write a file atomically: a reader sees either the old or the new content."""
     aside = path.with_name(f".{path.name}")
     aside.unlink(missing_ok=True)
     with aside.open("x", encoding="utf-8", errors=errors) as file:
@@ -208,20 +208,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error says that the disk is full.
+    """Return whether an error means that the disk is full.
 
-    Errors of safetensors and tokenizers, which are written in Rust, say it in their text only.
+    The Rust libraries safetensors and tokenizers say so only in the error message.
     """
     return any(os.strerror(number) in str(error) for number in FULL)
 
 
 @contextmanager
 def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator[None]:
-    """Create the folder if needed, and keep other processes out of it.
+    """Create the folder if needed, and lock it against other processes.
 
-    ValueError, which names the holder, if another process has it and keeps it for `wait` seconds;
-    also if nothing can be written there. The kernel releases the lock when the process ends,
-    however it ends.
+    Raises ValueError, naming the holder, if another process holds the lock for more than `wait`
+    seconds, or if the folder is not writable. The kernel releases the lock however the process
+    ends.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
 
 
 def check_usable(folder: Path, key: str = "run.folder") -> None:
-    """Raise ValueError if `locked` would refuse the folder now. Nothing is created or written."""
+    """Raise ValueError if `locked` would fail now. Creates and writes nothing."""
     if str(folder).encode(errors="replace").decode() != str(folder):
         raise _unusable(folder, key, "its name is not UTF-8")
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -251,7 +251,7 @@ def check_usable(folder: Path, key: str = "run.folder") -> None:
 
 
 def _acquired(folder: Path, key: str, wait: float) -> FileLock:
-    """Return the lock of the folder, which this process has then; warn if there are no locks."""
+    """Acquire and return the lock of the folder; warn if the file system has no locks."""
     lock = FileLock(folder / LOCK, thread_local=False)
     try:
         lock.acquire(timeout=wait + PATIENCE, poll_interval=0.02)

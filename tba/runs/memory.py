@@ -1,7 +1,7 @@
-"""Memory of each process of a run, from its config and the model's config.json; no weight is read.
+"""Memory of each process of a run, computed from its config and config.json, without weights.
 
-docs/memory.md explains the parts, and says which are exact. `processes` is the only place where
-they are put together: the dry run, `tba plan` and the table in docs/scaling.md come from it.
+docs/memory.md explains the parts and which of them are exact. Only `processes` combines them: the
+dry run, `tba plan` and the table in docs/scaling.md use it.
 """
 
 import re
@@ -29,13 +29,13 @@ from tba.runtime.placement import PUBLISHED, gpu_count
 from tba.weights import trained
 
 PROCESS = 0.5e9
-"""Bytes of a process with PyTorch on its host, and of its CUDA context on its GPU."""
+"""Bytes of a process with PyTorch on the host, and of its CUDA context on the GPU."""
 LOGIT = 10
-"""Bytes for each logit of a chunk of the LM head: in bf16, and twice in fp32."""
+"""Bytes per logit in a chunk of the LM head: one bf16 copy and two fp32 copies."""
 HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
-"""Most bytes of the LM head, by device."""
+"""Maximum memory of the LM head in bytes, by device."""
 VLLM = {"activations and graphs": 2e9, "graphs": 1e9}
-"""Bytes of a GPU that vLLM needs beside weights and cache, awake and asleep."""
+"""GPU bytes that vLLM needs in addition to weights and cache, awake and asleep."""
 BETWEEN_STEPS = ("CUDA", "weights", "moments")
 ALTERNATIVES = {
     "policy.gradient_checkpointing=true": lambda c: c.policy.gradient_checkpointing,
@@ -43,14 +43,14 @@ ALTERNATIVES = {
     "policy.lora": lambda c: c.policy.lora is not None,
     "runtime.colocate=sleep": lambda c: c.engine.use != "vllm" or c.runtime.colocate == "sleep",
 }
-"""What lowers the memory, and whether a config has it already, or cannot have it."""
+"""Settings that reduce memory, and whether a config already has each one, or cannot use it."""
 MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
-"""Options of judges and tasks that name models which each searcher loads."""
+"""Options of judges and tasks that name models loaded by each searcher."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs and the memory of their host, in bytes; `inf` if it is not known."""
+    """Number of GPUs, memory of a GPU and of the host in bytes; `inf` if unknown."""
 
     gpus: int
     card: float
@@ -66,7 +66,7 @@ def this_machine() -> Machine:
 
 
 def planned_machine(gpus: str) -> Machine:
-    """Return what `4x80` means: four GPUs of 80 GB; ValueError for anything else."""
+    """Parse a string such as `4x80`, four GPUs of 80 GB; ValueError for any other format."""
     written = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,4}(?:\.\d+)?)", gpus)
     if written is None or float(written[2]) == 0:
         raise ValueError(f"--gpus {gpus}: write number x GB of each, such as --gpus 4x80")
@@ -75,33 +75,33 @@ def planned_machine(gpus: str) -> Machine:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Numbers of parameters of a model, and what decides the size of its activations."""
+    """Parameter counts of a model, and the dimensions that determine its activation memory."""
 
     parameters: int
     base: int
     """Parameters without adapters."""
     trained: int
     largest: int
-    """Numbers of the largest tensor that is trained."""
+    """Number of elements of the largest trained tensor."""
     frozen: float
-    """Bytes of the weights that are not trained, as trainer and reference hold them."""
+    """Bytes of the frozen weights in the trainer and in the reference."""
     layer: int
     """Parameters of the largest layer."""
     root: int
-    """Parameters outside of the layers: embeddings, norm and LM head."""
+    """Parameters outside the layers: embeddings, norm and LM head."""
     layers: int
     hidden: int
     inner: int
     """Width of the MLP."""
     heads: int
     keys: int
-    """Width of the keys of a token in one layer."""
+    """Width of a token's keys in one layer."""
     vocabulary: int
     has_sdpa: bool
 
 
 def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
-    """Return the sizes of a model whose trainer computes in bf16, or in fp32."""
+    """Return the sizes of a model whose trainer computes in bf16 or fp32."""
     base = load_empty_model(policy)
     model = base if policy.lora is None else empty_adapted(policy, bf16)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
@@ -142,7 +142,7 @@ def kept(
 
 
 def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
-    """Return tokens, keys and scores of a prompt with responses of equal length."""
+    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length."""
     own = length - 1  # the last token of a response predicts nothing
     tokens = prompt + responses * own
     if tokens <= 256:  # packed into one row
@@ -153,11 +153,11 @@ def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run, and its bytes by what they hold."""
+    """A process of a run, and its memory in bytes by content."""
 
     name: str
     card: int | None
-    """GPU that holds them; None: the host."""
+    """GPU of the process; None for host memory."""
     parts: Mapping[str, float]
 
     @property
@@ -169,7 +169,7 @@ class Process:
 class Needs:
     """Memory that the processes of a run need on a machine.
 
-    `config` has all options of its plug-ins, and `prompt` is the length of its longest prompt.
+    `config` includes all plug-in options; `prompt` is the length of the longest prompt.
     """
 
     config: Config
@@ -181,19 +181,19 @@ class Needs:
 
     @classmethod
     def of(cls, config: Config, machine: Machine, prompt: int) -> "Needs":
-        """Read the model's config.json; GPUs are expected to compute in bf16."""
+        """Read the model's config.json; assumes that GPUs compute in bf16."""
         policy = config.policy
         bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
         return cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
 
     @property
     def each(self) -> int:
-        """GPUs of an engine."""
+        """Number of GPUs per engine."""
         return int(self.config.engine.options.get("tensor_parallel_size", 1))
 
     @property
     def searchers(self) -> int:
-        """Searchers for which there is room, if the config has a range."""
+        """Number of searchers; for a range, as many as there are GPUs for."""
         r = self.config.runtime
         if isinstance(r.searchers, int):
             return r.searchers
@@ -202,7 +202,7 @@ class Needs:
 
     @cached_property
     def processes(self) -> list[Process]:
-        """All processes: as many on each GPU as Ray puts there; without GPUs, all on the host."""
+        """All processes, placed on GPUs as Ray does; without GPUs, all on the host."""
         c = self.config
         each = self.each if self.machine.gpus else 1
         cards: list[int | None] = [*range(self.machine.gpus)] or [None]
@@ -212,7 +212,7 @@ class Needs:
         context = {"CUDA": PROCESS} if self.machine.gpus else {}
         training = context | self._step()
         engine = self._engine()
-        if c.runtime.colocate == "sleep":  # what is held in turns: the larger part counts
+        if c.runtime.colocate == "sleep":  # they use the GPU in turns: the larger total counts
             between = {n: size for n, size in training.items() if n in BETWEEN_STEPS}
             asleep = {"graphs": VLLM["graphs"]} if self.machine.gpus else {}
             in_turns = (training, asleep), (between, engine)
@@ -225,16 +225,16 @@ class Needs:
         return [*found, Process("all processes", None, self._host())]
 
     def state(self) -> dict[str, float]:
-        """Return what a rank holds between two steps: exact."""
+        """Return the exact memory of a rank between two steps."""
         z = self.sizes
-        own = 4 * z.trained + z.frozen  # the optimizer has half of a weight in bf16
+        own = 4 * z.trained + z.frozen  # for bf16 weights, the optimizer has the other 2 bytes
         moments = MOMENTS[self.config.trainer.optimizer] * z.trained
         held = {"weights": own, "gradients": float(self.width * z.trained), "moments": moments}
         return {name: n / self.config.trainer.devices for name, n in held.items()}
 
     @property
     def width(self) -> int:
-        """Bytes of a weight that is trained, as passes see it, and of its gradient."""
+        """Bytes of a trained weight in forward and backward passes, and of its gradient."""
         return {"fp32": 4, "bf16": 2}[self.config.trainer.weights]
 
     @property
@@ -244,10 +244,10 @@ class Needs:
         return TrainerSizes(z.parameters, z.trained, published)
 
     def _step(self) -> dict[str, float]:
-        """Return what a rank holds at the height of a step: in a pass, or while weights change."""
+        """Return the peak memory of a rank in a step: during a pass, or during the update."""
         z = self.sizes
         passing = {"activations": self._activations(), "LM head": self._head()}
-        if self.config.policy.lora is None:  # beside the sum of the passes before
+        if self.config.policy.lora is None:  # in addition to the sum over earlier passes
             passing["gradient of the LM head"] = 4 * z.vocabulary * z.hidden
         changing = {"a weight as it changes": 18 * z.largest / self.config.trainer.devices}
         if self.width == 4 or _total(changing) < _total(passing):
@@ -255,7 +255,7 @@ class Needs:
         return self._trainer() | changing
 
     def _trainer(self) -> dict[str, float]:
-        """Return what a rank holds in all of a step."""
+        """Return the memory that a rank holds throughout a step."""
         c = self.config
         t = c.trainer
         z = self.sizes
@@ -272,14 +272,14 @@ class Needs:
         return parts
 
     def _activations(self) -> float:
-        """Return what the largest pass of a step keeps, if all responses are as long as can be."""
+        """Return the bytes that the largest pass of a step keeps, at maximum response length."""
         c = self.config
         t = c.trainer
         z = self.sizes
         length = c.sampling.max_tokens
         pass_ = np.array(group(self.prompt, t.group_size, length))
         fitting = min(-(-t.groups // t.devices), t.token_budget // pass_[0])
-        if fitting == 0:  # a group runs in pieces
+        if fitting == 0:  # a group is split into several passes
             responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
             pass_ = np.array(group(self.prompt, responses, length))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
@@ -299,7 +299,7 @@ class Needs:
         return min(most, LOGIT * self.config.trainer.token_budget * self.sizes.vocabulary)
 
     def _engine(self) -> dict[str, float]:
-        """Return the bytes of an engine, or of one of the GPUs over which it is divided."""
+        """Return the memory of an engine, per GPU if it is split over several."""
         c = self.config
         z = self.sizes
         options = c.engine.options
@@ -321,17 +321,17 @@ class Needs:
         responses = min(options.get("batch_size", searched), searched)
         tokens = responses * (self.prompt + c.sampling.max_tokens)
         own = number * z.parameters
-        if c.policy.lora is not None:  # the model is that of the reference, too
+        if c.policy.lora is not None:  # the reference uses the same model
             own = number * z.trained + z.frozen
         return {"engine": own, "KV cache": 2 * z.layers * z.keys * number * tokens}
 
     def _beside(self) -> dict[str, float]:
-        """Return what a searcher holds beside its engine: the reference, and judges."""
+        """Return the memory of a searcher in addition to its engine: the reference, and judges."""
         c = self.config
         z = self.sizes
         parts: dict[str, float] = {}
         if not c.engine.options.get("own_reference", False):
-            # else engine or trainer lend their model
+            # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
             tokens = c.trainer.token_budget
@@ -342,7 +342,7 @@ class Needs:
         return parts
 
     def _host(self) -> dict[str, float]:
-        """Return what is in the host's memory beside models."""
+        """Return the host memory in addition to models."""
         c = self.config
         own = self.sizes.trained
         versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
@@ -362,7 +362,7 @@ class Needs:
         return {"processes": PROCESS * (c.trainer.devices + 2 * self.searchers)} | work
 
     def check(self) -> None:
-        """Raise ValueError if a rank lacks the memory for its state alone, which is exact."""
+        """Raise ValueError if the exact state of a rank alone does not fit in memory."""
         state = sum(self.state().values())
         ranks = self.config.trainer.devices
         room = self.machine.card if self.machine.gpus else self.machine.host / ranks
@@ -371,18 +371,18 @@ class Needs:
             raise ValueError(f"trainer.devices = {ranks} needs {what}: {self.advice()}")
 
     def needed(self) -> dict[int | None, float]:
-        """Return the bytes that are needed on each GPU, and on the host (None)."""
+        """Return the bytes needed on each GPU, and on the host (None)."""
         needed: dict[int | None, float] = defaultdict(float)
         for process in self.processes:
             needed[process.card] += process.total
         return needed
 
     def excess(self) -> dict[int | None, float]:
-        """Return the bytes that are needed on each GPU, or the host (None), that has too few."""
+        """Return the bytes needed on each GPU, or the host (None), that has too little memory."""
         return {card: n for card, n in self.needed().items() if n > self.machine.room(card)}
 
     def lines(self) -> list[str]:
-        """Return in words where the processes are, what they need, and whether it fits."""
+        """Return lines with the placement of the processes, their memory, and whether it fits."""
         alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for card, needed in self.needed().items():
             room = self.machine.room(card)
@@ -399,7 +399,7 @@ class Needs:
         return [*lines, f"warning: {advice}" if advice else "the memory suffices"]
 
     def advice(self) -> str:
-        """Return what does not fit, and what lowers it; "" if everything fits."""
+        """Return text that says what does not fit and what to change; "" if everything fits."""
         excess = self.excess()
         if not excess:
             return ""
@@ -419,7 +419,7 @@ def _total(parts: Mapping[str, float]) -> float:
 
 
 def _models_of(table: Any) -> set[str]:
-    """Return the names of the models that a task, or a table in it, lets each searcher load."""
+    """Return the names of the models that each searcher loads for a task or a table in it."""
     if isinstance(table, list | tuple):
         return set().union(*map(_models_of, table))
     if not isinstance(table, Mapping):

@@ -1,4 +1,4 @@
-"""The metrics of a run, from metrics.toml: the twelve panels, and the sections of the report."""
+"""Metrics of a run, read from metrics.toml: the twelve panels, and the sections of the report."""
 
 import re
 import tomllib
@@ -14,14 +14,14 @@ from pydantic import TypeAdapter
 EACH_REWARD = re.compile(r"rewards/(.+)/mean")
 """Metric of each reward function."""
 FORMS = {"number": "{:.3f}", "positive": "{:.3f}", "share": "{:.1%}", "count": "{:,.0f}"}
-"""Formats of values by their axis."""
+"""Format of the values of each kind of axis."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. A `*` in its name stands for any name, which is then the label.
+    """A metric. A `*` in its name matches any text, which is then the label.
 
-    The axis of `number` fits the values; others begin at 0.
+    The axis of a `number` fits the values; all others start at 0.
     """
 
     name: str
@@ -30,13 +30,13 @@ class Metric:
     chart: str = ""
     axis: Literal["number", "positive", "share", "count"] = "positive"
     form: str = ""
-    """Format of a value, if it is not the one of the axis."""
+    """Format of a value, if it differs from the format of the axis."""
 
     def text(self, value: float) -> str:
         return (self.form or FORMS[self.axis]).format(value)
 
     def labels(self, names: Collection[str]) -> dict[str, str]:
-        """Return the label of each of the names that the metric stands for."""
+        """Return the label of each name that matches the metric."""
         before, star, after = self.name.partition("*")
         if not star:
             return {self.name: self.label} if self.name in names else {}
@@ -46,10 +46,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of the first screen, with the metrics that belong together."""
+    """One chart of the first screen: metrics that belong together."""
 
     title: str
-    healthy: str  # what a healthy run shows, as in the table of docs/watching.md
+    healthy: str  # the curve of a healthy run, as in the table of docs/watching.md
     metrics: Sequence[Metric]
 
 
@@ -68,7 +68,7 @@ SECTIONS = TypeAdapter(list[Section]).validate_python(TABLE["sections"])
 
 
 def shown(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, label and text of each metric that the panels show."""
+    """Yield the name, label and text of each metric that the panels show."""
     for panel in PANELS:
         for metric in panel.metrics:
             for name, label in metric.labels(metrics.keys()).items():

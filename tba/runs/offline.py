@@ -1,4 +1,4 @@
-"""Results of a run: its tables, its model with a card, its scores."""
+"""Results of a run: its tables, its model with a card, and its scores."""
 
 import json
 import logging
@@ -51,18 +51,18 @@ from tba.search.session import Live, Session
 from tba.types import Sampling
 from tba.weights import Direct, Weights, published, read_weights
 
-EVALUATED = "eval/sampled_reward"  # a metric of every evaluation, and of no training step
+EVALUATED = "eval/sampled_reward"  # in every evaluation, and in no training step
 TEMPLATE = Path(__file__).with_name("card.md")
 HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-"""Name of a model on the hub."""
+"""Name of a model on the Hugging Face Hub."""
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
-"""Part of the path of a model in the hub's cache."""
+"""Part of the path of a model in the Hub's cache."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Everything that a run has written to its folder, read when it is asked for."""
+    """Everything that a run has written to its folder, read on access."""
 
     folder: Path
 
@@ -78,18 +78,19 @@ class Result:
     def evaluations(self) -> DataFrame:
         """Return the scores of each evaluation, in order; `step` is the version evaluated."""
         rows = read(self.folder / METRICS)
-        # a resumed run may have repeated one
+        # a resumed run may have repeated an evaluation
         by_step = {row["step"]: row for row in rows if EVALUATED in row}
         return DataFrame([by_step[step] for step in sorted(by_step)])
 
     def samples(self) -> DataFrame:
-        """Return the stored prompts with their completions and rewards, in the order written."""
+        """Return the stored prompts with completions and rewards, in the order written."""
         return DataFrame(read(self.folder / SAMPLES))
 
     def model(self, step: int | str | None = None) -> Any:
-        """Return the trained model in fp32, for transformers, with a LoRA adapter merged into it.
+        """Return the trained model in fp32, for transformers, with any LoRA adapter merged.
 
-        The checkpoint is the newest one, the one of a `step`, or the "best" (see docs/tasks.md).
+        By default from the newest checkpoint, else from that of a `step` or the "best" one (see
+        docs/tasks.md).
         """
         policy = read_config(self.folder).policy
         folder = choose(self.folder, step) / MODEL
@@ -111,8 +112,8 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Return the scores of a checkpoint (see `choose`) on the task's held-out prompts.
 
-    With `reference`, the model that the run began with is evaluated. The KL is to the checkpoint's
-    reference: the first model, unless it has been reset. `completions` is a new JSONL file.
+    With `reference`, evaluates the model before training instead. The KL is to the checkpoint's
+    reference: the model before training, unless it was reset. `completions` is a new JSONL file.
     """
     if reference and step is not None:
         raise ValueError("--reference evaluates the model before training; leave out --step")
@@ -130,10 +131,10 @@ def evaluate_run(
 
 
 def _warn_of_trained_on(parts: RunSetup, generation: Path) -> None:
-    """Warn of held-out prompts in the replay buffer: settings may have changed the division."""
+    """Warn about held-out prompts in the replay buffer: settings may have changed the split."""
     task = parts.task
     file = generation / FOLDER / PROMPTS
-    if task.samples_again or not file.is_file():  # of a checkpoint of another version
+    if task.samples_again or not file.is_file():  # another version wrote the checkpoint
         return
     encode = encoder(parts.text, task)
     trained_on = {identity(task, g.prompt, g.prompt_tokens) for g in load_groups(file)}
@@ -146,7 +147,7 @@ def _warn_of_trained_on(parts: RunSetup, generation: Path) -> None:
 def evaluate_model(model: str, config: Config, completions: Path | None = None) -> dict[str, Any]:
     """Return the scores of a model on the config's held-out prompts.
 
-    A model is its own reference, and has no KL.
+    The model is its own reference, so there is no KL.
     """
     check_evaluated(model, config)
     policy = config.policy.model_copy(update={"model": model, "lora": None})
@@ -173,9 +174,9 @@ def _evaluate(
     weights: Weights | None = None,
     reference: Weights | None = None,
 ) -> dict[str, Any]:
-    """Return the scores of these weights of a `model`, or of policy.model's own.
+    """Return the scores of `weights`, or by default of the weights of policy.model.
 
-    All answers are appended to `completions`.
+    `model` is the name to report. Appends all answers to `completions`.
     """
     device = device_here()
     bf16 = computes_in_bf16(parts.config.policy, device)
@@ -195,7 +196,7 @@ def _evaluate(
 
 
 def _weights(generation: Path, config: Config) -> Weights:
-    """Return the weights in a checkpoint for an engine in this process."""
+    """Return the weights of a checkpoint for an engine in this process."""
     tensors = {name: stored.read() for name, stored in stored_model(generation).items()}
     bf16 = engine_in_bf16(config.engine, computes_in_bf16(config.policy, device_here()))
     weights: Weights = Direct().send(step_of(generation), published(tensors, bf16), None).parcel
@@ -203,9 +204,9 @@ def _weights(generation: Path, config: Config) -> Weights:
 
 
 def serve(config: Config, run: Path | None, step: int | str | None, port: int) -> None:
-    """Serve a model, or a run's checkpoint, as one session that never ends; print each call."""
+    """Serve a model or a run's checkpoint as one endless session, and print each call."""
     try:
-        create_server(("127.0.0.1", port)).close()  # before a model is loaded
+        create_server(("127.0.0.1", port)).close()  # fails before the model is loaded
     except OSError as error:
         raise ValueError(f"--port {port}: {error.strerror}; choose another one") from error
     device = device_here()
@@ -235,9 +236,9 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
 
 
 def export(run: Path, out: Path, adapter: bool = False, step: int | str | None = None) -> Path:
-    """Write a checkpoint's model and its card to a new folder, and return it.
+    """Write the model of a checkpoint and a model card to a new folder, and return the folder.
 
-    ValueError, before anything is written, if something is wrong.
+    Raises ValueError before anything is written if the export is not possible.
     """
     policy = check_export(run, out, adapter)
     name = out.resolve().name
@@ -254,14 +255,14 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
                 shutil.copyfile(file, target)
         _generate_as_trained(out, _config_at(run, step_of(generation)), text)
         (out / "README.md").write_text(card(run, step_of(generation), name, adapter), "utf-8")
-    for path in out.rglob("*"):  # safetensors writes files for their owner only
+    for path in out.rglob("*"):  # safetensors creates files that only the owner can read
         path.chmod(0o755 if path.is_dir() else 0o644)
     return out
 
 
 def _generate_as_trained(out: Path, config: Config, text: Tokenizer) -> None:
-    """Make exported files say how the run wrote chats, sampled responses and ended them."""
-    # `tools` and `documents` are None where others give none
+    """Write the run's chat template, sampling and EOS settings into the exported files."""
+    # other libraries pass None for absent `tools` and `documents`
     default = "{{%- if {0} is not defined or {0} is none %}}{{%- set {0} = {1!r} %}}{{%- endif +%}}"
     defaults = [default.format(*item) for item in config.policy.chat_template_kwargs.items()]
     for file in out.rglob("*.jinja"):
@@ -287,13 +288,13 @@ def _generate_as_trained(out: Path, config: Config, text: Tokenizer) -> None:
 
 
 def _config_at(run: Path, step: int) -> Config:
-    """Return the config with which a step was trained."""
+    """Return the config that a step was trained with."""
     sessions = [row for row in read(run / SESSIONS) if row["step"] < step]
     return Config(**sessions[-1]["config"]) if sessions else read_config(run)
 
 
 def card(run: Path, step: int, name: str, adapter: bool) -> str:
-    """Return the model card for a step of a run; `name` is where others load the model."""
+    """Return the model card for a step of a run; `name` is the name to load the model by."""
     config = _config_at(run, step)
     model = _model_name(config.policy.model)
     by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
@@ -327,7 +328,7 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
 
 
 def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the data in a task's options, and in those of its parts."""
+    """Yield the names of the data in a task's options, including the options of its parts."""
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _data_in(value)
@@ -336,8 +337,8 @@ def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _licence(model: str) -> dict[str, Any]:
-    """Return what the card of a model, if it is on this machine, says of its licence."""
-    with suppress(Exception):  # it may be gone, and a card may hold anything
+    """Return the licence metadata in the card of a model, if the card is on this machine."""
+    with suppress(Exception):  # the card may be missing, and may contain anything
         about = metadata_load(folder_of(model_path(model)) / "README.md") or {}
         names = ("license", "license_name", "license_link")
         return {name: about[name] for name in names if name in about}
@@ -356,7 +357,7 @@ def _texts(scores: Mapping[str, float]) -> dict[str, str]:
 
 
 def _model_name(model: str) -> str:
-    """Return the name of a model on the hub if its path tells it, or its folder's."""
+    """Return the Hub name of a model if its path contains it, or else its folder's name."""
     if cached := SNAPSHOT.search(model):
         return cached[1].replace("--", "/")
     folder = Path(model).expanduser()

@@ -1,6 +1,6 @@
-"""Plan of a run: how many searchers keep its trainer busy, from rates given, measured or assumed.
+"""Plan of a run: how many searchers keep its trainer busy, at given, measured or assumed rates.
 
-A closed form: search and training are two flows, of which the slower one sets the seconds a step.
+A closed-form model: search and training are two flows, and the slower one determines the step time.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from tba.runs.summary import Summary
 from tba.runtime.placement import PUBLICATIONS
 
 INTAKE = 2000.0
-"""Groups a second that the process of the train loop can store."""
+"""Groups per second that the process of the train loop can store."""
 FLOPS = {True: 150e12, False: 0.4e12}
-"""Useful operations a second of a trainer's device that are assumed, by whether it is a GPU."""
+"""Assumed useful FLOP/s of a trainer device, keyed by whether it is a GPU."""
 FAR = (64, 1024)
-"""Numbers of searchers to which a plan is extrapolated."""
+"""Numbers of searchers to which the plan is extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Rates:
     """Rates of a run's processes."""
 
     decode: float
-    """Tokens of responses a second of a busy searcher, with all of its searches at once."""
+    """Response tokens per second of a busy searcher, over all of its concurrent searches."""
     train: float
-    """Tokens of responses a second of the trainer, with all of its devices."""
+    """Response tokens per second of the trainer, over all of its devices."""
     prompt: float
-    """Tokens of the longest prompt."""
+    """Length of the longest prompt, in tokens."""
     response: float
-    """Mean tokens of a response."""
+    """Mean length of a response, in tokens."""
     judge: float
-    """Seconds that a search waits for its rewards, beside which others generate."""
+    """Seconds that a search waits for its rewards, while other searches generate."""
     network: float
-    """GB a second in which published weights travel."""
+    """Bandwidth for published weights, in GB/s."""
 
 
 def rates_of(
     needs: Needs, given: Mapping[str, float], run: Path | None
 ) -> tuple[Rates, dict[str, str]]:
-    """Return the rates, those given first and then those of a finished run, and each one's origin.
+    """Return the rates and their origins: given, else measured in a finished run, else assumed.
 
-    ValueError for a rate that is not positive, or a run that has not ended.
+    Raises ValueError for a rate that is not positive, or a run that has not ended.
     """
     for name, value in given.items():
         if not 0 <= value < inf or (value == 0 and name != "judge"):
@@ -67,7 +67,7 @@ def rates_of(
 
 
 def _measured(run: Path) -> dict[str, float]:
-    """Return the rates of a finished run; a searcher's has its rewards and reference in it."""
+    """Return the rates of a finished run; `decode` includes time for rewards and the reference."""
     summary = Summary.read(run)
     before = log.read_config(run)
     rows = [row for row in log.read(run / log.METRICS) if "step_time" in row]
@@ -87,24 +87,24 @@ def _measured(run: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Figures that are expected of a run with so many searchers."""
+    """Expected figures of a run with a given number of searchers."""
 
     searchers: int
     step: float
-    """Seconds from one step to the next."""
+    """Seconds per step."""
     trainer_waits: float
-    """Share of the time."""
+    """Fraction of the time."""
     searchers_wait: float
-    """Share of the time."""
+    """Fraction of the time."""
     lag: float
-    """Steps between the weights of a new sample and those it trains; replay adds to it."""
+    """Steps between the weights that sample and the weights that are trained; replay adds to it."""
     found: float
-    """Groups that all searchers can find a second."""
+    """Groups per second that all searchers together can produce."""
     bottleneck: str
 
 
 def forecast(config: Config, rates: Rates, published: float, searchers: int) -> Forecast:
-    """Return what to expect if a publication has so many bytes."""
+    """Return the expected figures; `published` is the size of a publication in bytes."""
     c = config
     r = c.runtime
     at_once = r.concurrent_searches if r.use == "ray" else 1
@@ -115,7 +115,7 @@ def forecast(config: Config, rates: Rates, published: float, searchers: int) -> 
     needed = groups_a_step(c)
     searching = needed / found
     step = max(training, searching)
-    if r.use == "local" or r.lag is not None:  # in turns
+    if r.use == "local" or r.lag is not None:  # search and training alternate
         rounds = ceil(needed / r.prompts_per_task / (searchers * at_once))
         searching = rounds * at_once / each
         step = training + searching
@@ -139,7 +139,7 @@ def forecast(config: Config, rates: Rates, published: float, searchers: int) -> 
 
 
 def groups_a_step(config: Config) -> float:
-    """Return the new groups that each step waits for, on average."""
+    """Return the mean number of new groups that each step waits for."""
     t = config.trainer
     reused = t.batch_size / (config.max_reuse * config.sampling.samples)
     return max(config.fresh, reused)
@@ -148,7 +148,7 @@ def groups_a_step(config: Config) -> float:
 def plan(
     config: Config, machine: Machine, given: Mapping[str, float], run: Path | None
 ) -> list[str]:
-    """Return in words the rates, what to expect of them, and the memory of each process."""
+    """Return lines with the rates, the forecasts, and the memory of each process."""
     if config.runtime.searchers == 0:
         raise ValueError("runtime.searchers = 0: a plan is for runs that search; set a number")
     config = with_defaults(config)
@@ -177,7 +177,7 @@ def _line(f: Forecast, needs: Needs) -> str:
     c = needs.config
     devices = c.trainer.devices + f.searchers * needs.each
     hours = f", {devices * f.step * c.run.steps / 3600:,.3g} device-hours"
-    if c.run.epochs is not None:  # their steps depend on the data, which are not read
+    if c.run.epochs is not None:  # the number of steps depends on the data, which are not read
         hours = ""
     far = " (extrapolated)" if f.searchers in FAR else ""
     return (

@@ -1,16 +1,16 @@
-"""Logged rollouts: a file of sessions that the replay buffer begins with, and one of its content.
+"""Logged rollouts: reads a file of sessions into the replay buffer, and writes one from it.
 
-A row has messages, of which the assistant's are trained on, a text or messages and the whole
-answer to it, or tokens, with which texts are compared. Its `columns`, a table, are for reward
-functions that score it again:
+A row contains either messages, of which the assistant's are trained on; or a prompt (text or
+messages) and the whole answer; or tokens, against which texts are checked. Its `columns`, a table,
+are passed to reward functions when the row is rescored:
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group": "question 7"}
     {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0}
     {"prompt_ids": [...], "ids": [...], "sampled": [...], "reward": 1.0, "group": "question 7"}
 
-`sampled` has a 1 for each token that the policy sampled, 0 for others, and 2 for the first token of
-a new context. Rows with the same `group` answer the same prompt; without one, those whose tokens
-begin with the same prompt do. A row that might mean something else is left out.
+`sampled` is 1 for a token that the policy sampled, 2 for the first token of a new context, and 0
+for other tokens. Rows with the same `group` answer the same prompt; without `group`, rows are
+grouped by their prompt tokens. Ambiguous rows are skipped.
 """
 
 import hashlib
@@ -44,20 +44,20 @@ from tba.types import SAMPLED, Completion, Group, Trajectory, marks_of
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16
-"""Groups whose log-probs under the reference are computed at once."""
+"""Number of groups in a batch for the reference's log-probs."""
 LONGEST_LINE, LONGEST_WHY = 2**24, 400
-"""Most characters of a row, and of what is wrong with it."""
+"""Maximum number of characters of a row, and of its error message."""
 MOST = 2**31 - 1
-"""Most samples of a file."""
+"""Maximum number of samples in a file."""
 SHOWN = 3
-"""Rows that a warning about broken rows names."""
+"""Number of invalid rows that a warning lists."""
 MESSAGE = ("role", "content", "weight", "id", "index")
 OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
-"""Keys of every message, and further ones by its role."""
+"""Keys of every message, and additional keys by role."""
 
 
 class Row(BaseModel, strict=True, extra="forbid"):
-    """Keys of rows. `version` is not read: they are of version 0 of the new run."""
+    """Keys of a row. `version` is ignored: samples get version 0 in the new run."""
 
     reward: float = Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)
     group: str | int = ""
@@ -75,9 +75,9 @@ class Row(BaseModel, strict=True, extra="forbid"):
 
 
 def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
-    """Return the rollouts of a file by prompt, without log-probs of the reference.
+    """Return the rollouts of a file grouped by prompt, without log-probs of the reference.
 
-    Broken rows are left out, and named in a warning. ValueError if no row is sound.
+    Invalid rows are skipped, and listed in a warning. Raises ValueError if no row is valid.
     """
     if not file.is_file():
         raise ValueError(f"replay.rollouts = {str(file)!r}: no such file")
@@ -96,10 +96,10 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
                 own = Prompt(f"rollouts-{name}", row.get("prompt", text.prompt(prompt)), columns)
                 head = groups.get((name, prompt.tobytes()), Group(own, prompt, ()))
                 if json.dumps(columns) != json.dumps(head.prompt.columns):
-                    raise ValueError("its columns are not those of the first row of its group")
+                    raise ValueError("its columns differ from the first row of its group")
                 if samples + times > MOST:
                     raise ValueError(f"count is {times:,}; the rows may count {MOST:,} in all")
-            except Exception as error:  # a row may hold anything
+            except Exception as error:  # a row may contain anything
                 broken.append(f"row {number}: {_why(error)}"[:LONGEST_WHY])
                 continue
             samples += times
@@ -112,14 +112,14 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
             "; ".join(broken[:SHOWN]), "; …" if broken[SHOWN:] else "",
         )  # fmt: skip
     if not groups:
-        raise ValueError(f"replay.rollouts = {str(file)!r} has no sound row")
+        raise ValueError(f"replay.rollouts = {str(file)!r} has no valid row")
     return list(groups.values())
 
 
 def with_reference(
     groups: Sequence[Group], setup: RunSetup, device: str, bf16: bool, tell: Callable[[str], None]
 ) -> list[Group]:
-    """Return rollouts with the reference's log-probs, which stand for the policy that sampled."""
+    """Return rollouts with the reference's log-probs, also used as those of the sampling policy."""
     reference = setup.search_setup().reference(device, bf16)
     done: list[Group] = []
     while len(done) < len(groups):
@@ -138,7 +138,7 @@ def with_reference(
 
 
 def described(groups: Sequence[Group], config: Config) -> str:
-    """Return in words how many rollouts there are, and how often each is trained on, if known."""
+    """Return text with the number of rollouts and, if known, how often each is trained on."""
     samples = sum(t.count for group in groups for t in group.trajectories)
     counts = f"{samples:,} logged rollouts of {len(groups):,} prompts"
     buffer = ReplayBuffer(config.replay.per_prompt, config.replay.capacity)
@@ -154,9 +154,9 @@ def described(groups: Sequence[Group], config: Config) -> str:
 
 
 def write_rollouts(run: Path, out: Path, step: int | str | None, remote_code: bool = False) -> str:
-    """Write the replay buffer of a checkpoint as rollouts; return what was written.
+    """Write the replay buffer of a checkpoint as rollouts; return a line with file and counts.
 
-    Only with `remote_code`, code of the run's model may be run to load its tokenizer.
+    Code that comes with the run's model is executed to load its tokenizer only if `remote_code`.
     """
     config = read_config(run)
     policy = config.policy.model_copy(update={"trust_remote_code": remote_code})
@@ -179,7 +179,7 @@ def _row(group: Group, t: Trajectory, text: Tokenizer) -> dict[str, Any]:
     prompt, tokens = group.prompt.text, group.prompt_tokens
     return {
         "group": group.prompt.id,
-        # an agent has a prompt of its own, and a long one may have been cut
+        # an agent writes its own prompt, and a long prompt may have been truncated
         "prompt": text.prompt(tokens) if _lost(_contents(prompt), [tokens], text) else prompt,
         "columns": group.prompt.columns,
         "version": t.version,
@@ -193,21 +193,21 @@ def _row(group: Group, t: Trajectory, text: Tokenizer) -> dict[str, Any]:
 
 
 def _row_in(line: str) -> dict[str, Any]:
-    """Return the table that a line has, without keys that are null."""
+    """Parse a line as a JSON object, without keys that are null."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it has more than {LONGEST_LINE:,} characters")
     line.encode()  # raises for bytes that are not UTF-8
     row = JSON.decode(line)
-    json.dumps(row, ensure_ascii=False).encode()  # raises for half a character
+    json.dumps(row, ensure_ascii=False).encode()  # raises for an unpaired surrogate
     if not isinstance(row, dict):
-        raise ValueError("it is no table")
+        raise ValueError("it is not a JSON object")
     return {name: value for name, value in row.items() if value is not None}
 
 
 def _read(
     row: Mapping[str, Any], text: Tokenizer
 ) -> tuple[str, np.ndarray, Completion, float, int]:
-    """Return the group, the prompt, the response, its reward and how often it counts."""
+    """Return (group, prompt tokens, response, reward, count) of a row."""
     reward = Row.model_validate(row).reward
     read = _of_messages if "messages" in row else _of_text
     read = _of_tokens if "ids" in row else read
@@ -219,13 +219,13 @@ def _read(
     lost = _lost(texts, [prompt, completion.tokens], text)
     if lost:
         raise ValueError(
-            "the template or the tokenizer lacks a text, or the ids are of another tokenizer (then"
-            f" leave out prompt_ids, ids and sampled): its tokens do not say {lost!r}"
+            "the template or tokenizer drops a text, or the ids are from another tokenizer (then"
+            f" leave out prompt_ids, ids and sampled): its tokens do not contain {lost!r}"
         )
     bounds = [0, *completion.restarts, len(completion.tokens)]
     longest = max(np.diff(bounds).max(), len(prompt) + bounds[1])
     if longest > text.context:
-        raise ValueError(f"it has {longest} tokens, and the model's context {text.context}")
+        raise ValueError(f"it has {longest} tokens, more than the model's context {text.context}")
     sampled = marks_of(completion) == SAMPLED
     ended = np.isin(completion.tokens, [*text.eos_ids]) & sampled
     if not sampled.any() or (ended[:-1] & sampled[1:]).any():
@@ -237,7 +237,7 @@ def _read(
 def _of_messages(
     row: Mapping[str, Any], text: Tokenizer
 ) -> tuple[np.ndarray, Completion, list[str]]:
-    """Return a conversation as a prompt and the session that followed it, and its texts."""
+    """Return the prompt of a conversation, the session after it, and the texts of both."""
     tools = row.get("tools", ())
     schemas = {tool["function"]["name"]: tool for tool in tools}
     messages = [_message(message) for message in row["messages"]]
@@ -249,7 +249,7 @@ def _of_messages(
     own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in own if messages[i].get("weight") != 0]
     if not trained or any(place - 1 in (-1, *own) for place in own):
-        raise ValueError("it needs messages of the assistant, each after one of somebody else")
+        raise ValueError("it needs assistant messages, each after a message of another role")
     texts = _contents(messages[: trained[-1]])
     finished = row.get("finished", True)
     for place in trained:
@@ -261,7 +261,7 @@ def _of_messages(
 
 
 def _message(given: Mapping[str, Any]) -> Message:
-    """Return a message for the chat template. ValueError for what it would lose."""
+    """Return a message for the chat template; ValueError if the template would drop content."""
     message = readable(given)
     known = (*MESSAGE, *OF_ROLE.get(given["role"], ()))
     parts = given["content"] if isinstance(given.get("content"), list) else []
@@ -285,9 +285,9 @@ def _of_text(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Compl
 
 
 def _turn(written: str, context: np.ndarray, text: Tokenizer, finished: bool) -> Completion:
-    """Return what the policy has written after a context, with one EOS if it is `finished`.
+    """Tokenize a text that the policy wrote after a context, with one EOS if it is `finished`.
 
-    It is tokenised with the token before it: alone, some tokenizers would begin it with a space.
+    It is tokenized together with the token before it: alone, some tokenizers add a leading space.
     """
     last = text.tokenizer.decode(context[-1:].tolist())
     texts = [last, last + written, written]
@@ -301,7 +301,7 @@ def _turn(written: str, context: np.ndarray, text: Tokenizer, finished: bool) ->
         raise ValueError("it ends with EOS, but finished is false, or with another special token")
     names = text.tokenizer.convert_ids_to_tokens([*special & {*ids}])
     if "\ufffd" in written or any(name not in written for name in names):
-        raise ValueError("it has U+FFFD, for bytes that are lost, or what is no token; give ids")
+        raise ValueError("it contains U+FFFD (lost bytes), or text without a token; give ids")
     ids += [text.eos_id] * (finished and not has_ended)
     return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), finished, 0)
 
@@ -319,16 +319,16 @@ def _of_tokens(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Com
 
 
 def _contents(prompt: str | Sequence[Message]) -> list[str]:
-    """Return the texts of a prompt, without earlier turns, which templates may shorten."""
+    """Return the texts of a prompt, without earlier replies, which templates may shorten."""
     if isinstance(prompt, str):
         return [prompt]
     return [text_of(m.get("content")) for m in prompt if m["role"] != "assistant"]
 
 
 def _lost(texts: Sequence[str], parts: Sequence[np.ndarray], text: Tokenizer) -> str:
-    """Return the first text that no part of the tokens says, as it is or as JSON; "" if none."""
+    """Return the first text that the decoded parts lack, verbatim and as JSON; "" if none."""
 
-    def plain(each: str) -> str:  # without what tokenizers may change
+    def plain(each: str) -> str:  # removes differences that tokenizers may introduce
         return squeezed(normalize("NFKC", each).casefold())
 
     decoders = (text.decode, text.tokenizer.decode)

@@ -1,4 +1,4 @@
-"""The setup of a run: everything that its config names, resolved and checked before the start."""
+"""Setup of a run: resolves and checks everything that its config names, before the start."""
 
 import logging
 import sys
@@ -45,18 +45,18 @@ from tba.types import Sampling
 from tba.weights import Transport
 
 READ = ("policy", "task", "engine", "sampling", "reward", "eval")
-"""Tables of a config that decide its `Data`."""
+"""Tables of a config that determine its `Data`."""
 EVALUATED = "held-out prompts"
-"""Source of scores alone."""
+"""Source that affects only scores."""
 TRAINED_ON = "training prompts"
 PROMPTS = {TRAINED_ON, "tokenizer", "chat template"}
-"""Sources of what the policy reads."""
+"""Sources that affect the policy's input."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunSetup(Data):
-    """Parts of a run, from a config: every name resolved, every option checked, prompts read."""
+    """Parts of a run, built from its config: plug-ins resolved, options checked, prompts read."""
 
     config: Config
     strategy: Strategy
@@ -66,13 +66,13 @@ class RunSetup(Data):
     reward_functions: Functions | bytes | None
     """Functions passed from Python, pickled if they run in another process."""
     sources: Mapping[str, str]
-    """Digests of data, tokenizer and rewards, by their names."""
+    """Digests of data, tokenizer and rewards, by name."""
     notes: Sequence[str]
-    """What the run tells at its start."""
+    """Messages to print at the start of the run."""
 
     @property
     def counts(self) -> str:
-        """Say how many prompts are trained on, and how many of those held out are used."""
+        """Text with the number of training prompts and of held-out prompts in use."""
         used = f"evaluating {len(self.held_out):,} of {self.kept_back:,} held-out prompts"
         sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in self.sets.items())
         held_out = used if self.held_out else "none held out"
@@ -80,20 +80,20 @@ class RunSetup(Data):
 
     @property
     def endings(self) -> list[str]:
-        """Lines that say where generation ends, and warn where its sources disagree."""
+        """Lines that describe where generation ends, with a warning if the sources disagree."""
         held = self.task.tools is not None or self.task.program is not None
         chats = held or any(not isinstance(prompt.text, str) for prompt in self.prompts)
         return endings(self.text, chats, self.config.sampling.stop)
 
     def by_part(self) -> dict[str, list[Prompt]]:
-        """Return the training prompts of each part of a mixture; the name of another task is ""."""
+        """Return the training prompts by part of a mixture; other tasks have one part, ""."""
         parts: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
             parts.setdefault(self.task.part(prompt)[0], []).append(prompt)
         return parts
 
     def prompt_stream(self) -> PromptStream:
-        """Return a new stream of the training prompts, at its beginning."""
+        """Return a new stream of the training prompts."""
         task = self.task
         selections = {}
         for place, (name, prompts) in enumerate(self.by_part().items()):
@@ -106,9 +106,9 @@ class RunSetup(Data):
         return PromptStream(self.prompts, chosen, self.config.reward.quarantine)
 
     def trainer_setup(self, is_new: bool = False) -> TrainerSetup:
-        """Return what the trainer is built from; a new run checks its reference."""
+        """Return the setup of the trainer; a new run checks its reference."""
         c = self.config
-        # whether the reference is no model
+        # whether the engine computes the reference itself, without a model
         apart = c.engine.options.get("own_reference", self.engine.own_reference)
         return TrainerSetup(
             config=c,
@@ -122,7 +122,7 @@ class RunSetup(Data):
     def trainer(
         self, device: str, is_new: bool = False, transport: Transport | None = None
     ) -> SingleTrainer:
-        """Load the model and return its trainer in this process."""
+        """Load the model and return a trainer that runs in this process."""
         return self.trainer_setup(is_new).build(device, transport=transport)
 
     def search_setup(self) -> SearchSetup:
@@ -146,9 +146,9 @@ def check(
 ) -> RunSetup:
     """Resolve and check everything that a config names, before any process starts.
 
-    `functions` are reward functions that were passed from Python. For a run that is planned for
-    another machine, files of weights, libraries and memory here are not checked. `data` are those
-    of a setup with the same tables `READ`, which are not read again.
+    `functions`: reward functions passed from Python. `planned`: another machine on which the run
+    will execute; local weights, libraries and memory are then not checked. `data`: data of a setup
+    with the same `READ` tables, which are reused.
     """
     setup = _setup_of(config, functions, planned is None, data)
     setup.prompt_stream()  # raises if the selection cannot work
@@ -160,7 +160,7 @@ def check(
 def _setup_of(
     config: Config, functions: Functions | None, here: bool, data: Data | None
 ) -> RunSetup:
-    """Return the parts of a run, with what is needed `here` if it shall run here."""
+    """Return the parts of a run; check this machine only if the run will execute `here`."""
     check_log(config.log)
     engine: type[Engine] = find("engines", config.engine.use)
     limit = config.engine.options.get("max_model_len")
@@ -197,7 +197,7 @@ def _setup_of(
 
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
-    """Return digests of what decides samples, their rewards, and the scores of evaluations."""
+    """Return digests of everything that affects samples, their rewards, or evaluation scores."""
     e = config.eval
     own = data.text.tokenizer
     vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
@@ -212,7 +212,7 @@ def _sources(config: Config, functions: Functions | None, data: Data) -> dict[st
 
 
 def _check_policy(config: Config, here: bool) -> list[str]:
-    """Raise ValueError for a model that cannot be trained so; return notes on its adapter."""
+    """Raise ValueError if the model cannot be trained with this config; return adapter notes."""
     (check_model if here else check_kind)(config.policy)
     in_4_bits = config.policy.lora is not None and config.policy.lora.load_in_4bit
     in_8_bits = config.trainer.optimizer == "adamw_8bit"
@@ -229,7 +229,7 @@ def _check_policy(config: Config, here: bool) -> list[str]:
 
 
 def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
-    """Raise ValueError if the engine cannot work with the config, or shall sleep and cannot."""
+    """Raise ValueError if the engine does not support the config, such as `colocate=sleep`."""
     if config.runtime.colocate == "sleep" and not engine.can_sleep:
         raise ValueError(
             f"runtime.colocate=sleep: engine.use = {config.engine.use!r} cannot give up its memory;"
@@ -241,7 +241,7 @@ def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
 
 
 def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
-    """ValueError if the task has tools, or a program, that the run cannot use."""
+    """Raise ValueError if the task has tools, or a program, that the run cannot use."""
     first = objective.at(0)
     goes_back = first.value_rollouts is not None
     by_token = goes_back or (first.head is not None and first.head.on == "response")
@@ -255,10 +255,10 @@ def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) 
 
 
 def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:
-    """Choose SDPA for attention "auto", if the model has it, where eager needs much memory."""
+    """Resolve attention "auto" to SDPA where eager needs much memory and the model supports it."""
     shortest = len(data.extremes[0]) + 1
     longest = len(data.extremes[-1]) + config.sampling.max_tokens
-    if data.task.program is not None:  # a session may have any length, whatever its row has
+    if data.task.program is not None:  # a session may have any length
         shortest = 1
         longest = text.context
     check_rotary(load_config(config.policy), shortest, longest)
@@ -270,9 +270,9 @@ def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:
 
 
 def _check_objective(c: Config, objective: Plugin) -> None:
-    """Raise ValueError if the objective's head changes, or it needs log-probs that are lost.
+    """Raise ValueError if the objective's head changes, or it needs log-probs that are unknown.
 
-    What the objective warns of is logged.
+    Warnings of the objective are logged.
     """
     first, last = (objective.at(step) for step in (0, c.run.steps))
     if first.head != last.head:
@@ -301,5 +301,5 @@ def _check_objective(c: Config, objective: Plugin) -> None:
 
 
 def needs_behavior(config: Config, objective: Plugin) -> bool:
-    """Return whether the objective needs the exact log-probs of the sampling policy at any step."""
+    """Return whether the objective needs exact log-probs of the sampling policy at any step."""
     return any(objective.at(step).needs_behavior for step in (0, config.run.steps))

@@ -1,4 +1,4 @@
-"""State of a run, from its folder: whether it is running, how far it is, and its score."""
+"""State of a run, read from its folder: whether it is running, its progress, and its score."""
 
 import time
 from collections.abc import Iterator
@@ -20,30 +20,30 @@ from tba.runs.log import (
 )
 
 RATE = 50
-"""Steps from which the time that is left is estimated."""
+"""Number of steps over which the pace is measured to estimate the remaining time."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run is. `running`: a process has the folder's lock. `crashed`: none has it, and
-    the run has written no summary since its newest step.
+    """Progress of a run. `running`: a process holds the folder's lock. `crashed`: no process holds
+    it, and the run has written no summary since its newest step.
     """
 
     kind: Literal["running", "finished", "stopped", "crashed"]
     step: int
     steps: int
-    """`run.steps`; 0 if the run is as long as `run.epochs` says."""
+    """`run.steps`; 0 if `run.epochs` sets the length."""
     age: float
     """Seconds since the newest metrics were written."""
     left: float | None
-    """Seconds to the last step at the pace of the latest ones; None unless it is running."""
+    """Seconds to the last step at the pace of recent steps; None unless the run is running."""
     score: float | None
     stderr: float | None
-    """Sampled pass@1, or else the reward, of the latest evaluation, and its standard error."""
+    """Sampled pass@1, or else reward, of the latest evaluation, and its standard error."""
 
     @property
     def text(self) -> str:
-        """The kind; of a running run also when it was last written to, and the time left."""
+        """The kind; for a running run, also the time since the last write and the time left."""
         if self.kind != "running":
             return self.kind
         left = "" if self.left is None else f", {duration(self.left)} left"
@@ -77,17 +77,17 @@ def state_of(run: Path) -> RunState:
 
 
 def runs_in(folder: Path) -> Iterator[Path]:
-    """Yield the runs in a folder and in its folders, by name."""
+    """Yield the runs in a folder and its subfolders, sorted by name."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
-            if is_run(path) or (path / LOCK).exists():  # it may not have begun to train
+            if is_run(path) or (path / LOCK).exists():  # it may not have started to train
                 yield path
             else:
                 yield from runs_in(path)
 
 
 def table_of(folder: Path) -> list[str]:
-    """Return a line for each run in a folder, the newest last; ValueError if there is none."""
+    """Return a line for each run in a folder, newest last; ValueError if there are no runs."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}; type `tba list runs FOLDER`")
     states = [(str(run.relative_to(folder)), state_of(run)) for run in runs_in(folder)]
@@ -105,7 +105,7 @@ def table_of(folder: Path) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its largest unit, such as `4 s`, `12 min`, `3.5 h` or `2.1 d`."""
+    """Return a duration in its largest unit, such as `4 s`, `12 min`, `3.5 h` or `2.1 d`."""
     for unit, size, form in (("d", 86400, ".1f"), ("h", 3600, ".1f"), ("min", 60, ".0f")):
         if seconds >= size:
             return f"{seconds / size:{form}} {unit}"
@@ -113,7 +113,7 @@ def duration(seconds: float) -> str:
 
 
 def _is_locked(run: Path) -> bool:
-    """Return whether a process has the lock of a folder, which is not created."""
+    """Return whether a process holds the lock of a folder; does not create the lock file."""
     if not (run / LOCK).exists():
         return False
     try:
@@ -121,5 +121,5 @@ def _is_locked(run: Path) -> bool:
             return False
     except Timeout:
         return True
-    except OSError:  # not ours to lock
+    except OSError:  # no permission to lock it
         return False

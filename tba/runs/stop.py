@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C, SIGTERM and SIGHUP: the first saves and stops, the second ends at once."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP: the first saves and stops, the second exits at once."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ from tba.config.errors import printable
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE = 0.5
-"""Seconds in which it is still the first: `timeout` signals a process, and then its group."""
+"""Seconds in which a repeated signal is ignored: `timeout` signals a process, then its group."""
 
 
 class Stop:
     """Context manager in which a signal sets `requested`.
 
-    The second signal ends the process at once. What it has started then ends by itself. Inside of
-    `starting`, the first one is a KeyboardInterrupt.
+    The second signal ends the process at once; its child processes then exit by themselves. Inside
+    `starting`, the first signal raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -30,22 +30,22 @@ class Stop:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # only it can do so
+        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             handlers = {number: signal.getsignal(number) for number in NUMBERS}
-            # what is ignored stays so, as with nohup
+            # ignored signals stay ignored, as with nohup
             self._before = {n: h for n, h in handlers.items() if h is not signal.SIG_IGN}
             self.install()
         return self
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Surround what leads to the first step, before which there is nothing to save."""
+        """Context of the code before the first step, when there is nothing to save."""
         self._starting = True
         yield
         self._starting = False
 
     def install(self) -> None:
-        """Install the signal handlers; again after a library has installed its own."""
+        """Install the signal handlers. Call it again after a library has installed its own."""
         for number in self._before:
             signal.signal(number, self._handle)
 
@@ -54,15 +54,15 @@ class Stop:
             signal.signal(number, handler)
 
     def print(self, line: str) -> None:
-        """Print a line. If standard output was closed, as by `| head`, ask to save and stop."""
+        """Print a line. If standard output was closed, as by `| head`, request a save and stop."""
         try:
             print(printable(line), flush=True)
-        except BlockingIOError:  # a program that a reward has started shares it, and changed it
+        except BlockingIOError:  # a program started by a reward set the shared file non-blocking
             os.set_blocking(sys.stdout.fileno(), True)
             sys.stdout.flush()
-        except OSError:  # also of a terminal that was closed
+        except OSError:  # also when a terminal was closed
             nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, sys.stdout.fileno())  # else what is buffered raises again at the end
+            os.dup2(nothing, sys.stdout.fileno())  # else buffered text raises again at exit
             os.close(nothing)
             self._request("standard output was closed: finishing this step, saving, and stopping")
 

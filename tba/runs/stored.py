@@ -1,4 +1,4 @@
-"""Stored samples of a run that is resumed: they are kept, scored again, or dropped."""
+"""Stored samples of a resumed run: keeps them, scores them again, or drops them."""
 
 import math
 from collections import Counter
@@ -22,15 +22,15 @@ from tba.tasks._source import changed
 from tba.types import Group
 
 AT_ONCE = 16
-"""Groups that are scored at one time."""
+"""Number of groups that are scored at once."""
 ALONE = "runtime.searchers = 0, so that nothing is left to train on; start a new run"
-"""Error of an offline run that would have none of its samples left."""
+"""Error message for an offline run that would have no samples left."""
 
 
 def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, str]:
-    """Return the checkpoint to resume, and in words what becomes of the samples in it.
+    """Return the checkpoint to resume, and a note on what happens to its samples.
 
-    ValueError for a change that these samples do not allow. There are no words if they are kept.
+    The note is "" if they are kept. Raises ValueError for a change that the samples do not allow.
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
@@ -40,7 +40,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     lost = ""
     task = setup.task
     if PROMPTS & {*changes}:
-        lost = "the stored samples are of other prompts or of another tokenizer"
+        lost = "the stored samples are from other prompts or another tokenizer"
     elif task.tools or task.program or setup.config.task.use == "redteam":
         lost = "the environment, the program or the victim of the stored samples is gone"
     elif setup.objective.at(0).value_rollouts is not None:
@@ -65,9 +65,10 @@ def renewed(
     setup: RunSetup, progress: Progress, search: SearchState, buffer: ReplayBuffer, replay: Replay,
     device: str, tell: Callable[[str], None],
 ) -> tuple[Progress, SearchState]:  # fmt: skip
-    """Drop the stored samples or score them again, if that is asked; return the states after it.
+    """Drop or rescore the stored samples if `replay` says so; return the updated states.
 
-    The run waits for new samples before its first step. ValueError if too many are rejected.
+    The run waits for new samples before its first step. Raises ValueError if rescoring rejects too
+    many samples.
     """
     c = setup.config
     held = search.held
@@ -79,7 +80,7 @@ def renewed(
     if c.runtime.searchers == 0 and not len(buffer):
         raise ValueError(ALONE)
     first = 0 if replay == "keep" or len(buffer) else c.first_fill
-    new = c.trainer.groups + len(held) if c.asynchronous else 0  # no step on old data
+    new = c.trainer.groups + len(held) if c.asynchronous else 0  # no step on old data only
     progress = replace(progress, missing=max(progress.missing, first, new))
     return progress, replace(search, held=held)
 
@@ -92,9 +93,9 @@ def rescore(
     device: str,
     tell: Callable[[str], None],
 ) -> tuple[Group, ...]:
-    """Give new rewards to the buffer and to groups that are held, as a search would; return these.
+    """Score the buffer and the `held` groups again, as a search would; return the held groups.
 
-    Rejected samples are dropped. ValueError if more than `reward.max_rejected` of all are.
+    Rejected samples are dropped. Raises ValueError if their share exceeds `reward.max_rejected`.
     """
     stats = SearchStats()
     scoring = setup.scoring(device)
@@ -127,7 +128,7 @@ def _rewards(
     tell: Callable[[str], None],
     total: SearchStats,
 ) -> list[list[float]]:
-    """Return new rewards of stored groups, NaN where a sample is rejected; count in `total`."""
+    """Return new rewards of stored groups, NaN for rejected samples; add counts to `total`."""
     rewards: list[list[float]] = []
     samples = sum(len(g.trajectories) for g in groups)
     stats = SearchStats(Counter(samples_generated=samples))
@@ -151,7 +152,7 @@ def _rewards(
 
 
 def _answers(group: Group, setup: SearchSetup, text: Tokenizer) -> list[Answer | Verdict]:
-    """Return the answers of a stored group as a search would score them."""
+    """Return the answers of a stored group in the form that a search scores."""
     answers = []
     for t in group.trajectories:
         answers.append(text.answer(t.tokens, t.finished, setup.sampling.stop, t.version))

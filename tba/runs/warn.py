@@ -1,4 +1,4 @@
-"""Warnings of a run: signs that something is wrong, in words and with what to do about it."""
+"""Warnings of a run: signs that something is wrong, with advice on what to change."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,37 +9,37 @@ from tba.config.schema import Config
 from tba.replay.buffer import STEPS
 
 WINDOW = 10
-"""Steps over which a metric is averaged before it is compared; a shorter run is compared whole."""
+"""Steps over which a metric is averaged before the comparison; all steps of a shorter run."""
 FIRST = 50
-"""Steps whose median KL is the usual one."""
+"""First steps, whose median KL is the usual value."""
 SMALL_KL = 0.01
-"""KL in nats per token that is small, whatever it was at first."""
-KL = "kl/k3"  # a metric of every training step, and of no evaluation
+"""KL in nats per token that is small whatever the usual value."""
+KL = "kl/k3"  # in every training step, and in no evaluation
 GRADED = "tb/graded"  # a metric of steps with objective.shift
 
 MOST_EQUAL = 0.5
-"""Share of the groups that may have equal rewards."""
+"""Largest fraction of the groups that may have equal rewards."""
 MOST_CUT_OFF = 0.2
-"""Share of the responses that may reach `sampling.max_tokens`."""
+"""Largest fraction of the responses that may reach `sampling.max_tokens`."""
 LEAST_ESS = 0.5
-"""Share of a group below which the effective sample size is too small."""
+"""Smallest effective sample size, as a fraction of the group."""
 MOST_WAITING = 0.05
-"""Share of the time that the trainer may wait for new samples."""
+"""Largest fraction of the time that the trainer may wait for new samples."""
 MOST_KL = 10.0
-"""Most times its usual value that the KL may be."""
+"""Largest ratio of the KL to its usual value."""
 
 LOST = "lost ranks"
-"""Beginning of the key of a warning that the run was restarted."""
+"""Prefix of the key of a warning that the run was restarted."""
 
 RunWarning = tuple[str, str]
-"""A short name of a warning, and its text."""
+"""Key of a warning, and its text."""
 
 
 class Warnings:
-    """Compares the metrics of a run with thresholds; each warns once.
+    """Compares the metrics of a run with thresholds; each warning is given once.
 
-    A resumed run has the `rows` of its metrics so far, and the warnings that were `given`, by key.
-    `learns_from_equal` says whether groups of equal rewards have a gradient.
+    A resumed run passes the `rows` of its metrics so far, and the warnings already `given`, by key.
+    `learns_from_equal`: whether groups of equal rewards have a gradient.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Warnings:
         return list(self._given.values())
 
     def start(self, evaluates_others_since: int | None = None) -> list[RunWarning]:
-        """Return the warnings that need no metrics."""
+        """Return the warnings that do not depend on metrics."""
         trainer = self._config.trainer
         signs = []
         if (step := evaluates_others_since) is not None:
@@ -78,35 +78,35 @@ class Warnings:
             signs.append(("rate", f"{rate}, and can damage a pretrained model; set 1e-5 or so"))
         if not trainer.warmup_steps and self._config.run.steps > 1:
             text = (
-                "trainer.warmup_steps = 0: the first steps have the whole learning rate,"
-                f" {trainer.learning_rate:g}, when AdamW has seen few gradients, and can damage a"
-                " pretrained model; set trainer.warmup_steps=20 or so"
+                "trainer.warmup_steps = 0: the first steps use the full learning rate,"
+                f" {trainer.learning_rate:g}, before AdamW has seen many gradients, and can damage"
+                " a pretrained model; set trainer.warmup_steps=20 or so"
             )
             signs.append(("warmup", text))
         return self._new(signs)
 
     @property
     def restarts(self) -> int:
-        """The restarts of the run after ranks of the trainer were lost."""
+        """Number of restarts of the run after the loss of trainer ranks."""
         return sum(key.startswith(LOST) for key in self._given)
 
     def restarted(self, texts: Sequence[str]) -> list[RunWarning]:
-        """Return the warnings of restarts, each with its text."""
+        """Return a warning for each restart, with these texts."""
         first = self.restarts + 1
         return self._new((f"{LOST} {n}", text) for n, text in enumerate(texts, first))
 
     def step(self, metrics: Mapping[str, float | None]) -> list[RunWarning]:
-        """Return the warnings that the metrics of a step give for the first time."""
+        """Return the warnings that the metrics of a step trigger for the first time."""
         if not self._read(metrics) or len(self._steps) < WINDOW:
             return []
         return self._new(self._signs())
 
     def end(self) -> list[RunWarning]:
-        """Return the warnings of a run that had too few steps for them."""
+        """Return the warnings that a short run had too few steps to trigger."""
         return self._new(self._signs(ended=True)) if self._steps else []
 
     def _read(self, metrics: Mapping[str, float | None]) -> bool:
-        """Keep the metrics of a step; return whether they are of a step, not of an evaluation."""
+        """Store the metrics of a training step; return False for metrics of an evaluation."""
         if KL not in metrics:
             return False
         self._steps.append(metrics)
@@ -165,13 +165,13 @@ class Warnings:
             yield (
                 "kl",
                 f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
-                f" median over the first {FIRST} steps, {usual:.2g}: the policy runs away from the"
+                f" median over the first {FIRST} steps, {usual:.2g}: the policy drifts from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
             )
 
     def _waits(self, ended: bool) -> Iterator[RunWarning]:
         """Yield a warning if the trainer has waited too long for new samples."""
-        # without the first step, whose time has the first fill
+        # skips the first step, whose time includes the first fill
         seconds = waited = 0.0
         for before, row in pairwise(self._steps):
             passed = (row["time"] or 0.0) - (before["time"] or 0.0)

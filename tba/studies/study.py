@@ -1,7 +1,7 @@
-"""A study: grids of runs that share a base config, read from TOML, and its results as rows.
+"""Study: grids of runs that share a base config, read from TOML, and their results as rows.
 
-`docs/studies.md` describes the file. `study.json` lists the runs, `results.json` has a row for
-each. Only `check_study` imports torch, so that mistakes in the file are reported at once.
+`docs/studies.md` describes the file. `study.json` lists the runs; `results.json` has a row for
+each. Only `check_study` imports torch, so mistakes in the file are reported at once.
 """
 
 import itertools
@@ -46,7 +46,7 @@ ESS = "off_policy/ess"
 LAG = "off_policy/lag_mean"
 TOTALS = ["samples_generated", "samples_trained", "seconds", "steps"]
 LAST_TENTH = ("kl", "log_ratio")
-"""Metrics of which a row has the mean over the last tenth of the steps."""
+"""Metrics that a row averages over the last tenth of the steps."""
 
 Settings = Mapping[str, Any]
 Status = Literal["pending", "finished", "failed"]
@@ -54,13 +54,13 @@ Status = Literal["pending", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study: its settings and its status. `folder` is relative to the study's."""
+    """One run of a study: its settings and status. `folder` is relative to the study folder."""
 
     grid: str
     folder: str
     label: str
     settings: Settings
-    axes: Settings  # what distinguishes it from other runs of the grid; a labelled variant is one
+    axes: Settings  # settings that differ between runs of the grid; a labelled variant is one axis
     status: Status = "pending"
     error: str | None = None
 
@@ -88,14 +88,14 @@ class StudyTable(Table):
 
 
 class VariantTable(Table):
-    """Settings of a grid that are changed together, and their name, if they have one."""
+    """Settings of a grid that are changed together, with an optional name."""
 
     model_config = ConfigDict(extra="allow")
     label: str | None = None
 
 
 class GridTable(Table):
-    """Table [[grid]]. Its other keys are settings; those whose value is a list are axes."""
+    """Table [[grid]]. Its other keys are settings; settings with a list as value are axes."""
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
@@ -123,14 +123,14 @@ class Study:
         return self.folder / trial.folder
 
     def tables(self, trial: Trial) -> dict[str, Any]:
-        """Return the tables of the trial's run: those of the base, with the grid's settings."""
+        """Return the tables of the trial's run: the base, overridden by the grid's settings."""
         tables = deepcopy(dict(self.base))
         with about(_where(trial)):
             assign_all(tables, {**trial.settings, "run.folder": str(self.path(trial))})
         return tables
 
     def config(self, trial: Trial) -> Config:
-        """Return the config of the trial's run; ValueError in one line, with the trial's name."""
+        """Return the config of the trial's run; ValueError as one line with the trial's name."""
         tables = self.tables(trial)
         try:
             return Config(**tables)
@@ -140,7 +140,7 @@ class Study:
 
 
 def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
-    """Read a study. Settings `study.key=value` override [study], all others override [base]."""
+    """Read a study. Settings `study.key=value` override [study]; all others override [base]."""
     of_study = [s for s in settings if s.startswith("study.")]
     of_base = [s for s in settings if not s.startswith("study.")]
     tables = read_toml(path, "study")
@@ -161,9 +161,9 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
 
 
 def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) -> None:
-    """Raise ValueError for a setting that no run has; warn of one that only some runs have.
+    """Raise ValueError for a setting that no run uses; warn about one that only some runs use.
 
-    Warn of a key of [base] that no run has, because each names another plug-in.
+    Also warn about a key of [base] that no run uses because every grid names another plug-in.
     """
     runs = [study.tables(trial) for trial in study.trials]
     for key in base:
@@ -187,16 +187,17 @@ def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) 
 
 
 def _value(tables: Any, key: str) -> Any:
-    """Return the value of `table.key`; None if there is none."""
+    """Return the value of `table.key`, or None."""
     for name in key.split("."):
         tables = tables.get(name) if isinstance(tables, Mapping) else None
     return tables
 
 
 def check_study(study: Study) -> list[Config]:
-    """Return the config that every run will store, after all checks.
+    """Check all runs, and return the config that each will store.
 
-    Runs with the same data read them once, and runs that differ in their seed share one check.
+    Data that several runs share are read once, and runs that differ only in the seed are checked
+    once.
     """
     from tba.runs.setup import READ, check
 
@@ -219,7 +220,7 @@ def check_study(study: Study) -> list[Config]:
 
 
 def _check_sources(run: Path, sources: Mapping[str, str]) -> None:
-    """Raise ValueError if a run has finished with other data or rewards, or another tokenizer."""
+    """Raise ValueError if a finished run used different data or rewards, or another tokenizer."""
     if finished(run) and (names := changed(sources, read_sources(run))):
         raise ValueError(
             f"{run} has finished, and since then these have changed: {', '.join(names)}; remove"
@@ -252,7 +253,7 @@ def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
 
 
 def _grid(grid: GridTable) -> Iterator[Trial]:
-    """Yield a trial for each combination of the values of each axis, and of the variants."""
+    """Yield a trial for each combination of axis values and variants."""
     where = f"grid {grid.name!r}"
     settings = _by_key(grid.model_extra or {}, where)
     variants = [(each.label, _by_key(each.model_extra or {}, where)) for each in grid.variants]
@@ -290,21 +291,21 @@ def _grid(grid: GridTable) -> Iterator[Trial]:
 
 
 def _by_key(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values by `table.key`, with or without quotes; `objective` is `objective.use`."""
+    """Flatten a table to `table.key`, quoted in TOML or not; `objective` means `objective.use`."""
     keys: dict[str, Any] = {}
     for key, value in table.items():
         own = {key: value} if "." in key else by_key(key, value)
         if own is None:
-            raise ValueError(f'{where}: {key!r} is no setting; write "table.key" = [values]')
+            raise ValueError(f'{where}: {key!r} is not a setting; write "table.key" = [values]')
         keys |= own
     return keys
 
 
 def _safe(value: Any) -> str:
-    """Return text for a file's name that needs no quotes in a shell."""
+    """Return text for a file name that needs no quoting in a shell."""
     text = value if isinstance(value, str) else json.dumps(value)
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.strip("{}[]/ "))
-    return safe if safe.strip(".") else "-"  # "." and ".." are folders of others
+    return safe if safe.strip(".") else "-"  # "." and ".." are other folders
 
 
 def read_ledger(folder: Path) -> Ledger:
@@ -318,7 +319,7 @@ def read_ledger(folder: Path) -> Ledger:
 
 
 def standing(run: Path) -> tuple[Status, str | None]:
-    """Return the status of a run by the files in its folder, and the error of a failed one."""
+    """Return the status of a run from the files in its folder, and the error if it failed."""
     if finished(run) is not None:
         return "finished", None
     failed = read_optional(run / FAILED)
@@ -331,7 +332,7 @@ def write_failed(run: Path, error: str, traceback: str = "") -> None:
 
 
 def finished(run: Path) -> Row | None:
-    """Return the summary of a run that has finished."""
+    """Return the summary of a finished run, else None."""
     summary: Row | None = read_optional(run / SUMMARY)
     return summary if summary is not None and summary["finished"] else None
 
@@ -344,14 +345,14 @@ def scores(run: Path) -> dict[str, float]:
 
 
 def metric_of(known: Mapping[str, float], metric: str | None) -> str:
-    """Return the score that runs are compared by: the default if they lack the one asked for."""
+    """Return the score that runs are compared by: a default one if the runs lack `metric`."""
     if metric is not None and (not known or metric in known):
         return metric
     return next((m for m in DEFAULT_METRICS if m in known), DEFAULT_METRICS[0])
 
 
 def phrase(key: str, value: Any) -> str:
-    """Return a setting in words: `tb` for objective.use, `lag 4` for runtime.lag."""
+    """Return a short name of a setting: `tb` for objective.use, `lag 4` for runtime.lag."""
     last = key.rpartition(".")[2]
     text = value if isinstance(value, str) else json.dumps(value)
     if isinstance(value, float):
@@ -360,13 +361,13 @@ def phrase(key: str, value: Any) -> str:
 
 
 def read_metrics(run: Path, *columns: str) -> pd.DataFrame:
-    """Return `metrics.jsonl` as a table of floats; `columns` that no row has are all NaN."""
+    """Return `metrics.jsonl` as a table of floats; missing `columns` are filled with NaN."""
     table = pd.DataFrame(read(run / METRICS), dtype=float)
     return table.assign(**{name: nan for name in columns if name not in table})
 
 
 def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return `score` and `samples_trained` by the step evaluated; of a repeated one, the last."""
+    """Return `score` and `samples_trained` by evaluated step; of repeated steps, the last."""
     name = f"eval/{metric}"
     by_step = metrics.reindex(columns=["step", name, "samples_trained"]).groupby("step").last()
     if 0 in by_step.index:
@@ -375,7 +376,7 @@ def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def write_results(folder: Path) -> pd.DataFrame:
-    """Return a row for each run, in the order of the study; `results.json` has all but `axes`."""
+    """Return a row per run, in the order of the study, and write them without `axes` as JSON."""
     ledger = read_ledger(folder)
     known: dict[str, float] = {}
     for trial in ledger.runs:
@@ -394,7 +395,7 @@ def write_results(folder: Path) -> pd.DataFrame:
 
 
 def _row(run: Path, trial: Trial, metric: str) -> Row:
-    """Return a run as a row."""
+    """Return the row of a run."""
     config = read_optional(run / CONFIG)
     last = scores(run)
     metrics = read_metrics(run, "step", "time", *TOTALS[:2], *LAST_TENTH, ESS, LAG)

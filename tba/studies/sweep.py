@@ -37,27 +37,27 @@ from tba.studies.study import (
     write_results,
 )
 
-INTERRUPTED = 130  # exit status of a command that was ended by a signal, as in shells
-ORPHAN = 60.0  # seconds to wait for a run that a killed sweep has left
-SAVING = 30.0  # seconds for a run to save and end, when the sweep raises an error
+INTERRUPTED = 130  # exit status of a command that was interrupted by a signal, as in shells
+ORPHAN = 60.0  # seconds to wait for a run that a killed sweep left behind
+SAVING = 30.0  # seconds for a run to save and exit when the sweep raises an error
 
 
 @dataclass
 class Sweep:
-    """The trials and their configs, by folder, in the order of the study."""
+    """Trials of a study and their configs, by folder, in the order of the study."""
 
     study: Study
     trials: dict[str, Trial]
     configs: dict[str, Config]
     running: dict[int, tuple[Trial, Child]] = field(default_factory=dict)
-    """At most `study.parallel`. The number of each one decides its cores and its log."""
+    """At most `study.parallel` runs. The slot number determines the cores and the log file."""
 
     def pending(self) -> list[Trial]:
-        """Return the trials without an outcome, including those that run."""
+        """Return the trials without an outcome, including running ones."""
         return [trial for trial in self.trials.values() if trial.status == "pending"]
 
     def carry_out(self) -> None:
-        """Run everything, or until a signal asks to stop."""
+        """Run all trials, or stop early on a signal."""
         self.write()
         with Stop() as stop:
             try:
@@ -75,7 +75,7 @@ class Sweep:
                     child.end(SAVING)
 
     def start(self) -> None:
-        """Start as many runs as there is room for, in the order of the study."""
+        """Start runs in all free slots, in the order of the study."""
         cores = available_cores()
         parallel = self.study.table.parallel
         each = max(1, len(cores) // parallel)
@@ -93,11 +93,11 @@ class Sweep:
             self.running[number] = (trial, child)
 
     def collect(self, asked: bool) -> None:
-        """Record the runs whose process has ended; `asked` if the sweep is to stop."""
+        """Record the runs whose process has ended; `asked`: the sweep was asked to stop."""
         for number, (trial, child) in list(self.running.items()):
             if child.status is None:
                 continue
-            child.kill()  # what it may have left
+            child.kill()  # also kills processes that it may have left
             del self.running[number]
             run = self.study.path(trial)
             if standing(run)[0] == "pending" and not asked:
@@ -142,7 +142,7 @@ class Sweep:
         total = len(self.trials)
         print(f"{total - len(failed) - pending} of {total} runs finished, {len(failed)} failed")
         print(f"draw them with `tba report {folder}`; rows: {folder / RESULTS}")
-        # a value that is not finite is a result, and no error
+        # a non-finite value is a result, not an error
         broken = [trial for trial in failed if not str(trial.error).startswith("NotFinite")]
         for trial in broken:
             print(f"failed: {folder / trial.folder}: {trial.error}")
@@ -157,7 +157,7 @@ class Sweep:
 def sweep(
     path: Path, settings: Sequence[str] = (), dry_run: bool = False, retry_failed: bool = False
 ) -> int:
-    """Run a study and return the exit status; ValueError before it starts if a run cannot work."""
+    """Run a study and return the exit status; ValueError before the start if a run is invalid."""
     study = read_study(path, settings)
     configs = {t.folder: c for t, c in zip(study.trials, check_study(study), strict=True)}
     if dry_run:
@@ -175,14 +175,14 @@ def sweep(
         print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
         if gone := [trial.folder for trial in before if trial.folder not in left]:
             print(f"{len(gone)} runs of {STUDY} are not in {path}, such as {gone[0]}: they stay in")
-            print(f"their folders, and leave {STUDY}, {RESULTS} and the report", flush=True)
+            print(f"their folders, but not in {STUDY}, {RESULTS} and the report", flush=True)
         carried.carry_out()
         write_results(study.folder)
     return carried.farewell(" ".join(["tba sweep", str(path), *settings]))
 
 
 def as_left(study: Study, trial: Trial, config: Config) -> Trial:
-    """Return the trial with its folder's status; ValueError if a run of another config is there."""
+    """Return the trial with the status of its folder; ValueError if its run has another config."""
     path = study.path(trial)
     status, error = standing(path)
     stored = read_optional(path / CONFIG)
@@ -197,7 +197,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
 
 
 def _differing(stored: Config, config: Config) -> list[str]:
-    """Return the settings that differ and change a run, as text."""
+    """Return, as text, the differing settings that affect a run."""
     default: dict[str, Any] = {"eval.prompts": EvalTable().prompts}
     there = default | flat(with_defaults(stored).nested())
     here = default | flat(with_defaults(config).nested())
@@ -213,9 +213,9 @@ def _differing(stored: Config, config: Config) -> list[str]:
 
 
 def prepare(path: Path) -> bool:
-    """Return whether there is a run to resume in a folder; remove the rest of one that is none.
+    """Return whether a folder contains a run to resume; otherwise delete the incomplete folder.
 
-    A run that a killed sweep has left saves before it ends: it is waited for.
+    Waits for a run that a killed sweep left behind, which saves before it exits.
     """
     if path.exists():
         with locked(path, wait=ORPHAN):
@@ -227,9 +227,9 @@ def prepare(path: Path) -> bool:
 
 
 def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> Child:
-    """Start or resume a run in a process of its own, whose output goes to the file `log`.
+    """Start or resume a run in a separate process that writes its output to the file `log`.
 
-    Ctrl-C reaches the sweep only, which then asks each run to stop once.
+    Ctrl-C reaches only the sweep, which then asks each run once to stop.
     """
     threads = str(len(cores))  # read when torch is imported
     with open(log, "a", encoding="utf-8", opener=open_plain) as file:
@@ -244,7 +244,7 @@ def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> 
 
 
 def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
-    """Carry out one run, in a process of its own; an error is written to the run's folder."""
+    """Execute one run in this process; an error is written to the run's folder."""
     threading.Thread(target=_stop_with_sweep, daemon=True).start()
     from tba.assemble import run
 
@@ -260,6 +260,6 @@ def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
 
 
 def _stop_with_sweep() -> None:
-    """Save and end when the sweep is gone."""
+    """Save and exit when the sweep process is gone."""
     wait_for_parent()
     os.kill(os.getpid(), signal.SIGTERM)

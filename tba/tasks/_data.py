@@ -1,4 +1,4 @@
-"""Rows of a data set: a local file, a folder of files, or a name on the hub."""
+"""Reads the rows of a data set: a local file, a folder of files, or a name on the Hub."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ Rows = list[dict[str, Any]]
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SPLITS = re.compile(r"(?:^|\+)\s*([\w.-]+)")
-"""A name of a split in text such as `train[:100]+test`."""
+"""The name of a split in text such as `train[:100]+test`."""
 
 
 def rows(
@@ -34,8 +34,8 @@ def rows(
 ) -> Rows:
     """Return all rows of a split; a ValueError names the config key `key`.
 
-    A file is one split; a folder holds `<split>.jsonl` and so on. Of a hub data set, only these
-    `columns` are taken, if given: others may be large, such as tokens.
+    A file is one split; a folder contains `<split>.jsonl` etc. If `columns` are given, only these
+    are read from a Hub data set: others, such as tokens, may be large.
     """
     try:
         if is_local(source):
@@ -52,13 +52,13 @@ def rows(
 
 
 def is_local(source: str) -> bool:
-    """Return whether data are a file or a folder, which need not exist, and no hub name."""
+    """Return whether `source` is a file or folder, which need not exist, rather than a Hub name."""
     named = source.startswith((".", "/", "~")) or source.endswith(SUFFIXES)
     return named or Path(source).expanduser().exists()
 
 
 def split_of(source: str, given: str | None, default: str) -> str:
-    """Return the split to read. ValueError for a file, which has no other than the default."""
+    """Return the split to read; ValueError for any but the default split of a file."""
     if Path(source).expanduser().is_file() and {*SPLITS.findall(given or "")} - {"train", default}:
         told = f"the file {source!r} has no split {given!r}; remove it, or give a part of the file"
         raise ValueError(f"{told}, such as train[:100]")
@@ -66,7 +66,7 @@ def split_of(source: str, given: str | None, default: str) -> str:
 
 
 def _sliced(split: str, read: Callable[[str], Rows]) -> Rows:
-    """Return the rows of a split, or of parts such as `train[:50%]`, as `datasets` writes them."""
+    """Return the rows of a split, or of slices such as `train[:50%]` (syntax of `datasets`)."""
     if split.isidentifier():
         return read(split)
     from datasets import ReadInstruction
@@ -78,11 +78,11 @@ def _sliced(split: str, read: Callable[[str], Rows]) -> Rows:
 
 
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
-    """Return the rows as plain JSON with the same columns in each, None where there is no value.
+    """Return the rows as plain JSON, all with the same columns; missing values become None.
 
-    A column with a value that JSON cannot hold is left out, with a warning: prompts go to other
-    processes, and into checkpoints. ValueError, which begins with `origin`, if there are no rows,
-    or a required column is missing.
+    A column with a value that JSON cannot represent is dropped with a warning: prompts are sent to
+    other processes and stored in checkpoints. Raises ValueError, starting with `origin`, if there
+    are no rows or a required column is missing.
     """
     names = {name: str(name) for row in table for name in row}
     with about(origin):
@@ -102,14 +102,14 @@ def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
 
 
 def check_names(columns: Sequence[str]) -> None:
-    """ValueError if two columns have the same name."""
+    """Raise ValueError if two columns have the same name."""
     for name, count in Counter(columns).items():
         if count > 1:
             raise ValueError(f"{count} columns are called {name!r}; rename all but one")
 
 
 def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
-    """ValueError, which begins with `origin`, if one of the columns is missing."""
+    """Raise ValueError, starting with `origin`, if one of the columns is missing."""
     for name in columns:
         if name not in table[0]:
             option = ", or set task.prompt_column" if name == "prompt" else ""
@@ -120,13 +120,13 @@ def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
-    """Return a column as JSON has it; ValueError, which names the row, if JSON cannot hold it."""
+    """Return a column as JSON values; ValueError, naming the row, if JSON cannot represent one."""
     encode = json.JSONEncoder(ensure_ascii=False, default=_of_numpy).encode
     plain = []
     for row, value in enumerate(values):
         try:
             text = encode(value)
-            text.encode()  # raises for half a character, a lone surrogate, which no tokenizer takes
+            text.encode()  # raises for an unpaired surrogate, which tokenizers reject
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"row {row}: {error}; convert it to text") from error
         plain.append(json.loads(text))
@@ -134,7 +134,7 @@ def _plain(values: Sequence[Any]) -> list[Any]:
 
 
 def _of_numpy(value: Any) -> Any:
-    """Return a scalar or an array of numpy as plain values; TypeError for anything else."""
+    """Return a NumPy scalar or array as plain values; TypeError for any other object."""
     is_numpy = isinstance(value, np.generic | np.ndarray)
     if is_numpy and value.dtype in (np.float16, np.float32):  # 0.1, not 0.10000000149011612
         value = value.astype(str).astype(float)
@@ -156,12 +156,12 @@ def _from_local(path: Path, split: str) -> Rows:
 
 
 def _from_file(path: Path) -> Rows:
-    """Read a file without `datasets`, which would keep a copy of it in the user's cache."""
+    """Read a file without `datasets`, which would copy it to the user's cache."""
     from pyarrow import parquet
 
     if path.suffix == ".parquet":
         return from_arrow(parquet.ParquetFile(path).read())
-    text = path.read_bytes().decode("utf-8-sig")  # not read_text, which changes ends of lines
+    text = path.read_bytes().decode("utf-8-sig")  # not read_text, which converts line endings
     if path.suffix == ".csv":
         return _from_csv(text)
     if path.suffix not in SUFFIXES:
@@ -176,7 +176,7 @@ def _from_lines(text: str) -> Rows:
     rows: Rows = []
     start = text.lstrip()
     keys: list[str] = []
-    with suppress(ValueError, AttributeError):  # the line that it is in is refused below
+    with suppress(ValueError, AttributeError):  # invalid lines are reported below
         first, end = JSON.raw_decode(start)
         is_alone = not start[end:].strip() and '"role"' not in start
         is_nested = is_alone and {*map(type, first.values())} <= {dict, list}
@@ -192,7 +192,7 @@ def _from_lines(text: str) -> Rows:
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of JSON; ValueError if it has a name twice."""
+    """Return a JSON object as a dict; ValueError if a name occurs twice."""
     if len(table := dict(pairs)) < len(pairs):
         check_names([name for name, _ in pairs])
     return table
@@ -202,16 +202,16 @@ JSON = json.JSONDecoder(object_pairs_hook=_table)
 
 
 def from_arrow(table: Any) -> Rows:
-    """Return the rows of an Arrow table, without decoding images and the like."""
+    """Return the rows of an Arrow table, without decoding images or similar values."""
     check_names(table.column_names)
     columns = [map(_value, column) for column in table.columns]
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _value(scalar: Any) -> Any:
-    """Return a value of Arrow; itself if Python cannot hold it, such as a date in the year 10000.
+    """Return an Arrow scalar as a Python value, or unchanged, such as a date in the year 10000.
 
-    Its column is then left out, as any other that cannot be passed on, or refused if it is used.
+    An unchanged value has no JSON form, so its column is dropped, or is an error if it is required.
     """
     try:
         return _shortest(scalar.as_py(), scalar.type)
@@ -220,8 +220,8 @@ def _value(scalar: Any) -> Any:
 
 
 def _shortest(value: Any, kind: Any) -> Any:
-    """Return a value in which 0.1 of 32 or 16 bits is 0.1, not 0.10000000149011612."""
-    if "float" not in str(kind):  # 64 bits are a double
+    """Convert 32- and 16-bit floats to the shortest decimal: 0.1, not 0.10000000149011612."""
+    if "float" not in str(kind):  # Arrow calls 64 bits "double"
         return value
     inner = [kind.field(place).type for place in range(kind.num_fields)]
     match value:
@@ -230,7 +230,7 @@ def _shortest(value: Any, kind: Any) -> Any:
             return float(str(exact.to_pandas_dtype()(value)))
         case dict():
             return dict(zip(value, map(_shortest, value.values(), inner), strict=True))
-        case tuple():  # of a map
+        case tuple():  # an item of a map
             return tuple(map(_shortest, value, inner))
         case list():
             return [_shortest(each, inner[0]) for each in value]
@@ -238,8 +238,8 @@ def _shortest(value: Any, kind: Any) -> Any:
 
 
 def _from_csv(text: str) -> Rows:
-    """Read CSV as Python's `csv` does: values are text. The header shows what separates them."""
-    csv.field_size_limit(sys.maxsize)  # else a value has at most 131,072 characters
+    """Read CSV with Python's `csv`: values are text. The delimiter is detected in the header."""
+    csv.field_size_limit(sys.maxsize)  # the default limit is 131,072 characters per value
     text = text.lstrip("\r\n")
     unquoted = re.sub(r'"[^"]*"', "", text[: 2**16])
     header = re.split("[\r\n]", unquoted, maxsplit=1)[0]
@@ -251,7 +251,7 @@ def _from_csv(text: str) -> Rows:
         check_names([name for name in names if name])
         for row in lines:
             if None in row or None in row.values():
-                raise csv.Error(f"row {len(rows)} has not {len(names)} values, one for each column")
+                raise csv.Error(f"row {len(rows)} needs {len(names)} values, one for each column")
             rows.append({name: value for name, value in row.items() if name})  # pandas' index
     except csv.Error as error:
         raise ValueError(f"up to line {lines.reader.line_num}: {error}") from error

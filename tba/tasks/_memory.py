@@ -1,4 +1,4 @@
-"""Rows and reward functions that are passed from Python, and how tasks are built with them."""
+"""Rows and reward functions passed from Python, and functions that build tasks with them."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from tba.tasks._data import Rows, check_names, checked, from_arrow
 Functions = tuple[Callable[..., Any], ...]
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-"""Names of parts of a mixture and of evaluation sets, which become parts of metrics' names."""
+"""Names of mixture parts and evaluation sets, which appear in the names of metrics."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,18 +29,18 @@ class Passed:
     """Rows and reward functions that were passed from Python."""
 
     rows: Mapping[str, Rows]
-    """Rows by option of `[task]`, `data` or `held_out_data`."""
+    """Rows by option of `[task]`: `data` or `held_out_data`."""
     functions: Functions | None = None
 
     def named_in(self, config: Config, run: Path) -> Config:
-        """Return the config with the files of the rows in the folder of the run.
+        """Return the config with the files of the rows in the run folder.
 
-        ValueError if the config names another task, or other data or rewards.
+        Raises ValueError if the config names another task, or other data or rewards.
         """
         task = config.task
         if "use" in task.model_fields_set and task.use != "custom":
             raise ValueError(
-                f"task.use = {task.use!r} has data and rewards of its own; set task.use=custom"
+                f"task.use = {task.use!r} has its own data and rewards; set task.use=custom"
                 " to train on data= and reward=, or drop these arguments"
             )
         files: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class Passed:
         return config.model_copy(update={"task": table})
 
     def write(self, run: Path, is_new: bool) -> None:
-        """Write the rows to their files; ValueError if those of a run to resume have other rows."""
+        """Write the rows to their files; ValueError if a resumed run started with other rows."""
         for option, rows in self.rows.items():
             file = run / f"{option}.jsonl"
             text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
@@ -70,7 +70,7 @@ class Passed:
 
 
 def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | None:
-    """Check the objects that were passed from Python; None if there are none."""
+    """Check the objects that were passed from Python; return None if there are none."""
     given = {"data": data, "held_out_data": held_out_data}
     rows = {option: to_rows(option, each) for option, each in given.items() if each is not None}
     if reward is None:
@@ -89,7 +89,7 @@ def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | N
 def build_task(plugin: Plugin, functions: Functions | None, device: str | None = None) -> Task:
     """Build a task, with the functions passed from Python if its options name no reward.
 
-    With a device, also load its models there: it then scores in this process.
+    With a device, also load its models there, so that it can score in this process.
     """
     takes_functions = "passed" in {field.name for field in fields(plugin.cls)}
     if functions is not None and takes_functions and plugin.options.get("reward") is None:
@@ -107,22 +107,22 @@ def build_task(plugin: Plugin, functions: Functions | None, device: str | None =
 def named_task(
     key: str, use: str, options: Mapping[str, Any], functions: Functions | None = None
 ) -> Task:
-    """Build the task of the table at `key`, whose last part is its name.
+    """Build the task of the table at `key`; the last part of the key is its name.
 
-    ValueError, which says where, if the name, the task or an option is wrong.
+    Raises ValueError, naming the table, if the name, the task or an option is invalid.
     """
     name = key.split(".", 2)[2]
     if not NAME.fullmatch(name):
         raise ValueError(f"[{key}]: {name!r} must be letters, digits, `_`, `-` and `.`; rename it")
     plugin = resolve("tasks", key, use, options)
-    with about(f"[{key}]"):  # errors speak of `task.`
+    with about(f"[{key}]"):  # error messages name keys of `task.`
         return build_task(plugin, functions)
 
 
 def to_send(functions: Functions | None, config: Config) -> Functions | bytes | None:
-    """Return reward functions as they are, or as bytes if they are called in another process.
+    """Return reward functions unchanged, or pickled if they are called in another process.
 
-    ValueError if one cannot be sent there.
+    Raises ValueError if a function cannot be pickled or imported there.
     """
     if functions is None:
         return None
@@ -139,7 +139,7 @@ def to_send(functions: Functions | None, config: Config) -> Functions | bytes | 
             )
     try:
         return cloudpickle.dumps(functions)
-    except Exception as error:  # the functions' own objects decide what is raised
+    except Exception as error:  # objects in the functions may raise anything
         why = str(error).partition("\n")[0]
         raise ValueError(
             f"reward= cannot be sent to another process: {why}; create open files, locks and"
@@ -162,7 +162,7 @@ def to_rows(argument: str, data: Any) -> Rows:
             plain[name] = Series([row[str(name)] for row in exact], data.index, object)
         data = plain.to_dict("records")
     elif isinstance(data, Dataset) and data.format["type"] == "custom":
-        data = list(data)  # an Arrow table would be without what the user's transform makes
+        data = list(data)  # an Arrow table would skip the user's transform
     elif isinstance(data, Dataset):
         data = from_arrow(data.with_format("arrow")[:])
     if not isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""Numbers in text as exact values, in the notations that people and models write."""
+"""Parses numbers in text to exact values, in the notations that people and models use."""
 
 import re
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from unicodedata import normalize
 CHARACTERS = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}  # fullwidth forms of ASCII
 CHARACTERS |= str.maketrans("−﹣‐‑٫٬٪", "----.,%")
 COMPOSED = re.compile(r"(\d\s*)?([¼-¾⅐-⅞])|([⁺⁻⁰¹²³⁴-⁹]+)")
-"""A fraction in one character, perhaps after a whole number, or an exponent."""
+"""A single-character fraction, optionally after a whole number, or an exponent."""
 NOTATIONS = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
         (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),  # a mixed number
         (r"\\[dtc]?frac\s*\{\s*([+-]?[\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}", r"\1⁄\2"),
         (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1⁄\2"),
-        # groups of thousands, and those of India; a plain space may part two numbers
+        # thousands separators, also Indian ones; a plain space may separate two numbers
         (r"(?<=\d)(?:[,_'’ʼ\u00a0\u2007\u2009\u202f]|\{,\}|\\[,!;: ])(?=\d{3}(?!\d))", ""),
         (r"(?<=\d),(?=\d\d,?\d{3}(?!\d))", ""),
         (r"(?<![\d)] )\b(?:minus|negative) (?=\$?[\d.])|(?<==) - (?=\$?[\d.])", "-"),
@@ -25,44 +25,44 @@ NOTATIONS = tuple(
             r"(?<=\d)\s*(?:[×✕xX*·⋅∙]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*[{(]?([+-]?\d+)[})]?",
             r"e\1",
         ),
-        (r"(?<=[A-Za-z}])\^\{?[+-]?\d+\}?", ""),  # of a unit
+        (r"(?<=[A-Za-z}])\^\{?[+-]?\d+\}?", ""),  # the power of a unit
         (r"(\d ?(?:[kcdm]?m|ft|in|yd|mi))[23]\b", r"\1"),
     )
 )
 NUMBER = re.compile(
     r"(?P<sign>[+-])?(?:(?P<whole>\d+) (?=\d+[/⁄]\d))?"
-    r"(?P<digits>\d+(?:\.\d*)?|(?<![^\W_])(?<!\.)\.\d+)"  # behind a word, a point is a full stop
+    r"(?P<digits>\d+(?:\.\d*)?|(?<![^\W_])(?<!\.)\.\d+)"  # after a word, a point is a full stop
     r"(?:[eE](?P<power>[+-]?\d+)|(?:\^|\*\*)[{(]?(?P<exponent>[+-]?\d+)[})]?"
     r"|\s?(?P<over>[/⁄])\s?(?P<below>\d+(?:\.\d*)?))?"
     r"(?:\s?\\?(?P<factor>%|(?i:per ?cent|pct|(?:thousand|million|billion)\b)))?"
 )
 FACTORS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
-"""What a word behind a number multiplies it by; all others mean percent."""
+"""Factor for a word after a number; all other words mean percent."""
 CALCULATION = re.compile(r"(?:(?:[^\W_]|\))[+-]|[\d)] ?[*×·÷] ?)$")
-"""End of a text after which a number belongs to a calculation, or to a range such as 5-7."""
+"""End of a text after which a number is part of a calculation, or of a range such as 5-7."""
 LONGEST = 1000
-"""Most characters of a number; its value has at most ten times as many digits."""
+"""Maximum number of characters of a number; its value has at most ten times as many digits."""
 SIGNIFICANT = 6
-"""Digits with which a decimal stands for a number that no decimal is equal to."""
+"""Minimum digits of a decimal to be accepted as the rounded value of an endless one."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is written, with the value of its digits: 18 % has 18."""
+    """A number as written; `value` is the value of its digits, 18 for 18 %."""
 
     value: Fraction
     factor: Fraction = Fraction(1)
-    """What a percent sign, or a word such as million, multiplies it by."""
+    """Factor of a percent sign, or of a word such as million."""
     calculation: bool = False
-    """Whether it is written a/b, or behind an operator, and may be a part of a calculation."""
+    """Whether it is written as a/b, or after an operator, and may be part of a calculation."""
     unit: Fraction | None = None
-    """Unit of the last digit of a decimal with six significant digits or more."""
+    """Unit of the last digit of a decimal with at least six significant digits, else None."""
 
     def equals(self, other: "Number") -> bool:
-        """Return whether two numbers are equal; a factor that only one has may mean nothing.
+        """Return whether two numbers are equal; a factor that only one has may be ignored.
 
-        A decimal is equal to a fraction that has no end as a decimal, such as 1/3, if it is the
-        fraction, rounded to its six or more digits. Everything else is compared exactly.
+        A decimal with six or more digits equals a fraction without a finite decimal form, such as
+        1/3, if it is that fraction rounded. All other numbers are compared exactly.
         """
         ratios = {self.factor / other.factor}
         if 1 in (self.factor, other.factor):
@@ -71,25 +71,25 @@ class Number:
         return any(a == other.value or self.rounds(b) or other.rounds(a) for a, b in pairs)
 
     def rounds(self, exact: Fraction) -> bool:
-        """Return whether this is a decimal that a fraction without an end is rounded to."""
+        """Return whether this is the rounded decimal of a fraction with no finite decimal form."""
         endless = pow(10, exact.denominator.bit_length(), exact.denominator) != 0
         return self.unit is not None and endless and abs(self.value - exact) <= self.unit / 2
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number in the text; None if there is none, or it is too long."""
+    """Return the last number in the text; None if it is missing or too long."""
     matches = list(NUMBER.finditer(_plain(text)))
     return _number(matches[-1]) if matches else None
 
 
 def only_number(text: str) -> Number | None:
-    """Return the number in the text, perhaps with a unit; None if there is none, or several."""
+    """Return the only number in the text, which may have a unit; None for zero or several."""
     matches = list(NUMBER.finditer(_plain(text)))
     return _number(matches[0]) if len(matches) == 1 else None
 
 
 def whole_number(text: str) -> Number | None:
-    """Return the number that the text is, perhaps with a currency; None if it is something else."""
+    """Parse the whole text as a number, optionally with a currency; None if it is anything else."""
     text = _plain(text.strip().strip("$").rstrip("."))
     unit = r"\s?(?:[€£¥₹₽₩₪₺°]|\^?\{?\\(?:circ|degree)\}?)"
     text = re.sub(rf"^(?:\\?\$|[€£¥₹₽₩₪₺])\s?|{unit}$", "", text.strip())
@@ -100,7 +100,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def _plain(text: str) -> str:
-    """Return the text with the notations of numbers that NUMBER reads."""
+    """Rewrite the numbers in the text in the notation that NUMBER matches."""
 
     def composed(match: re.Match[str]) -> str:
         before, fraction, exponent = match.groups()
@@ -115,7 +115,7 @@ def _plain(text: str) -> str:
 
 
 def _number(match: re.Match[str]) -> Number | None:
-    """Return the number of a match of NUMBER; None if it has no value, or is too long."""
+    """Return the number of a match of NUMBER; None if it has no value or is too long."""
     if len(match[0]) > LONGEST:
         return None
     digits = match["digits"]

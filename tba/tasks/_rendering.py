@@ -1,6 +1,6 @@
-"""Rows as prompts: a template, chat messages, solved examples before the question, two splits.
+"""Base classes of tasks: turn rows into prompts, read two splits, and grade problems.
 
-And problems with a right answer and a format, which are graded alike.
+A prompt comes from a template or chat messages, optionally after solved examples.
 """
 
 import logging
@@ -21,20 +21,20 @@ from tba.tasks._data import Rows
 
 log = logging.getLogger(__name__)
 PLACEHOLDER = re.compile(r'\{\{([^{}"]+)\}\}|\{([^{}"]+)\}')
-"""`{{text}}`, which stands for {text} itself, or `{column}`. JSON has quotes, and is neither."""
+"""`{{text}}`, which stands for {text} itself, or `{column}`. JSON, which has quotes, is neither."""
 NAME = re.compile(r"\w+")
-"""What must be a column if it stands in braces. Anything else may be one, or belong to the text."""
+"""Text in braces that must be a column. Other text in braces may be one, or be literal."""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
-"""Beginning of a text that is chat messages as JSON, or as Python writes them."""
+"""Beginning of a text with chat messages as JSON, or as a Python literal."""
 
 
 def columns_of(template: str) -> list[str]:
-    """Return the columns that a template needs."""
+    """Return the columns that a template requires."""
     return [column for _, column in PLACEHOLDER.findall(template) if NAME.fullmatch(column)]
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
-    """Return the template with a row's values; ValueError if one is neither text nor a number."""
+    """Fill a template with a row's values; ValueError if one is neither text nor a number."""
 
     def filled(match: re.Match[str]) -> str:
         literal, column = match.groups()
@@ -56,24 +56,25 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """The options of a task that say how rows become prompts."""
+    """Options of a task that define how rows become prompts."""
 
     prompt: str = "{prompt}"
-    """Template. `{column}` stands for the row's value, `{{x}}` for {x} itself."""
+    """Template. `{column}` is replaced by the row's value, `{{x}}` by {x} itself."""
     chat: bool | Literal["on", "off"] = "off"
-    """Send the prompt through the tokenizer's chat template, as a message of the user. Chat
-    messages in the data go through it in any case."""
+    """Send the prompt through the tokenizer's chat template as a user message. Chat messages in
+    the data always go through it."""
     system_prompt: str | None = None
-    """Message of the system, for rows without one; in a plain prompt, text at the beginning."""
+    """System message, for rows without one; in a plain prompt, text at the beginning."""
     shots: Count = 0
-    """Solved examples before the question: the first training rows. All rows with the same
-    question, also held-out ones, are left out."""
+    """Number of solved examples before the question: the first training rows. All rows with the
+    same question, including held-out ones, are dropped."""
     shot_response: str = "{answer}"
     """Template of the response in an example."""
     max_prompt_tokens: Positive | None = None
-    """Most tokens of a prompt; longer ones are left out, and counted. Default: no limit."""
+    """Maximum length of a prompt in tokens; longer ones are dropped, and counted. Default: no
+    limit."""
     drop_duplicates: bool = False
-    """Keep the first of all rows with the same prompt, and train on none that is held out."""
+    """Keep only the first row of each prompt, and do not train on held-out prompts."""
 
     def __post_init__(self) -> None:
         if not any(column for _, column in PLACEHOLDER.findall(self.prompt)):
@@ -85,9 +86,9 @@ class Rendering:
     def rendered(
         self, split: str, table: Rows, training: Rows, columns: Sequence[str] | None = None
     ) -> list[Prompt]:
-        """Return a prompt for each row, unless an example has the same question.
+        """Return a prompt for each row, except rows whose question is in an example.
 
-        The first `training` rows are the examples. A prompt has these columns; by default all but
+        The first `training` rows are the examples. Prompts keep `columns`, by default all except
         `prompt`.
         """
         turns = []
@@ -120,7 +121,7 @@ class Rendering:
     def _text(
         self, question: str | list[Message], turns: Sequence[tuple[str, str]]
     ) -> str | list[Message]:
-        """Return the prompt of a question, after examples as pairs of question and response."""
+        """Return the prompt of a question, preceded by examples: pairs of question and response."""
         system = [] if self.system_prompt is None else [self.system_prompt]
         messages: list[Message] = [{"role": "system", "content": text} for text in system]
         if isinstance(question, list):
@@ -137,14 +138,14 @@ class Rendering:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits(Rendering, Task):
-    """A task whose data set has a split to train on and one to evaluate on."""
+    """A task whose data set has a training split and an evaluation split."""
 
     test: ClassVar[str] = "test"
-    """Name of the split to evaluate on."""
+    """Name of the evaluation split."""
     kept: ClassVar[Sequence[str]] = ("answer",)
-    """Columns that prompts have."""
+    """Columns that prompts keep."""
     data: str
-    """A hub name, or a folder with a file for each split."""
+    """Hub name, or folder with a file for each split."""
     held_out_data: str | None = None
     """Hub name, folder or file with another held-out split."""
     train_size: Positive | None = None
@@ -171,16 +172,16 @@ class Splits(Rendering, Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Problems(Splits):
-    """The reward is 1 for a right answer, else 0; more if it is finished and has the format."""
+    """The reward is 1 for a right answer, else 0, plus a bonus for a finished one in the format."""
 
     format_weight: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Added to the reward of a finished answer that has the format, right or not; below 1."""
     pass_reward: float = 1.0
-    """Least reward of a correct answer."""
+    """Minimum reward of a correct answer."""
 
     @abstractmethod
     def grade(self, gold: str | None, text: str) -> tuple[bool | None, bool]:
-        """Return whether an answer is right, None if unknown, and whether it has the format.
+        """Return whether an answer is right (None if unknown), and whether it has the format.
 
         `gold` is the column `answer`.
         """

@@ -1,7 +1,7 @@
-"""Sources of the rewards of a run: options and the code that they name, by digests.
+"""Sources of the rewards of a run: digests of options and of the code that they name.
 
-Moving a file is no change, nor is another comment or layout in it. Files that a function reads,
-installed packages that it imports, and models on servers and on the hub are not seen.
+Moving a file, or editing its comments or layout, does not change its digest. Files that a function
+reads, installed packages that it imports, and models on servers and the Hub are not included.
 """
 
 import ast
@@ -32,14 +32,14 @@ UNUSED = {
     *("max_prompt_tokens", "drop_duplicates"),
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key"),
 }
-"""Options of our tasks and judges that change no reward of a given answer to a given prompt."""
+"""Options of built-in tasks and judges that do not affect the reward of an answer to a prompt."""
 OURS = {"tba", *sys.stdlib_module_names}
-"""Packages that are compared by name, as installed ones are."""
+"""Packages that are compared by name, like installed ones."""
 VALUES = {
     *("builtins", "collections", "datetime", "decimal", "enum", "fractions", "functools"),
     *("itertools", "operator", "pathlib", "types"),
 }
-"""Modules of Python whose objects are values, or are made of others."""
+"""Standard library modules whose objects are values, or consist of other objects."""
 WRAPPERS = (classmethod, staticmethod, type(lru_cache(len)))
 IMPORT = re.compile(r"^ *(?:from (\.*)([\w.]*) )?import (.+)", re.MULTILINE)
 
@@ -52,7 +52,7 @@ class Array(Protocol):
 
 
 def sources_of(config: Config, functions: Functions | None) -> dict[str, str]:
-    """Return a digest of each option that decides the rewards of a run, by its key."""
+    """Return a digest of each option that affects the rewards of a run, by key."""
     sources = dict(_digests("task", config.task.model_dump(), True))
     sources["sampling.truncated"] = digest(config.sampling.truncated)
     if functions is not None:
@@ -61,17 +61,17 @@ def sources_of(config: Config, functions: Functions | None) -> dict[str, str]:
 
 
 def changed(now: Mapping[str, str], before: Mapping[str, str] | None) -> list[str]:
-    """Return the names of the digests that differ; none if those before are not known."""
+    """Return the names of the digests that differ; none if the earlier ones are unknown."""
     return sorted({name for name, _ in now.items() ^ (now if before is None else before).items()})
 
 
 def digest(value: Any) -> str:
-    """Return a digest of plain JSON."""
+    """Return a digest of a JSON value."""
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _digests(key: str, value: Any, is_ours: bool) -> Iterator[tuple[str, str]]:
-    """Yield the digest of each option in a table, a list or a value."""
+    """Yield the key and the digest of each option in a table, list or value."""
     if isinstance(value, Mapping):
         if "use" in value:
             is_ours = str(value["use"]).isidentifier()
@@ -86,9 +86,9 @@ def _digests(key: str, value: Any, is_ours: bool) -> Iterator[tuple[str, str]]:
 
 
 def _meant(text: str) -> Any:
-    """Return what a text stands for, with the content of the file, model or module it names."""
+    """Return a string value, with the content of the file, model or module that it names."""
     where, _, name = text.rpartition(":")
-    with contextlib.suppress(OSError, RuntimeError):  # of a text that cannot be a path
+    with contextlib.suppress(OSError, RuntimeError):  # if the text is not a valid path
         path = Path(where if where.endswith(".py") else text).expanduser()
         if path.is_file():
             return [name if where.endswith(".py") else "", _content(path)]
@@ -98,10 +98,10 @@ def _meant(text: str) -> Any:
 
 
 def _meaning(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
-    """Return as JSON what decides the results of a function or an object from Python.
+    """Return, as JSON, everything that affects the results of a function or object from Python.
 
-    It is the file of its module; in a script, its code, with what that uses of the script. What has
-    been met before is a number.
+    That is the file of its module, or, in a script, its code and the globals that the code uses.
+    Objects that were visited before become a number.
     """
     inner = partial(_meaning, seen=seen)
     kind = type(value)
@@ -109,7 +109,7 @@ def _meaning(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
         return repr(value)
     if id(value) in seen:
         return seen[id(value)][0]
-    seen[id(value)] = len(seen), value  # it stays, so that no other object gets its id
+    seen[id(value)] = len(seen), value  # kept alive, so that no other object gets its id
     if kind is bytes:
         return sha256(value).hexdigest()
     if kind in (list, tuple, deque):
@@ -147,9 +147,9 @@ def _meaning(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the class of an object and its state, as for a copy of it.
+    """Return the class and the state of an object, as `copy` would use them.
 
-    Objects of libraries count by their class alone, but for arrays and those of `VALUES`.
+    For objects of libraries, only the class counts, except arrays and objects from `VALUES`.
     """
     kind = type(value)
     with contextlib.suppress(Exception):  # some cannot be copied, such as locks
@@ -171,7 +171,7 @@ def _names(code: CodeType, operation: str) -> set[str]:
 
 
 def _imported(name: str) -> Any:
-    """Return the content of a module that code imports when it is called."""
+    """Return the content of a module that code imports at call time."""
     with contextlib.suppress(ImportError, ValueError):
         spec = find_spec(name.partition(".")[0])
         if name not in sys.modules and spec is not None and spec.has_location:
@@ -180,9 +180,9 @@ def _imported(name: str) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Return the content of a loaded module, the name of one of a library, and None for a script.
+    """Return the content of a loaded module, the name of a library module, or None for a script.
 
-    A script has other things than a reward.
+    A script contains more than the reward.
     """
     loaded = None if name == "__main__" else sys.modules.get(name)
     return _of_file(name, Path((loaded and vars(loaded).get("__file__")) or ""))
@@ -195,13 +195,13 @@ def _of_file(name: str, file: Path) -> Any:
 
 
 def _content(file: Path) -> Any:
-    """Return what a file says: of Python without its layout, with files near it that it imports."""
+    """Return a digest of a file; for Python, its code and the code of local files it imports."""
     if file.suffix != ".py":
         with file.open("rb") as opened:
             return file_digest(opened, "sha256").hexdigest()
     texts: dict[Path, str] = {}
     left = [file.resolve()]
-    for path in left:  # it grows
+    for path in left:  # the list grows during the loop
         texts[path] = ast.unparse(ast.parse(path.read_bytes()))
         for dots, start, names in IMPORT.findall(texts[path]):
             for name in names.split(", "):

@@ -1,4 +1,4 @@
-"""A program of the user that talks to the policy through an OpenAI-compatible endpoint."""
+"""A user's program that calls the policy through an OpenAI-compatible endpoint."""
 
 import json
 import shutil
@@ -16,37 +16,37 @@ from tba.tasks._data import Rows
 from tba.tasks.custom import ADVICE, Custom
 
 SHOWN = 200
-"""Characters of a row that stand for it where it has no prompt."""
+"""Number of characters of a row that are shown if it has no prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent(Custom):
-    """A program of the user, which calls the policy as often as it likes and returns a reward.
+    """A user's program, which calls the policy any number of times and returns a reward.
 
         async def rollout(base_url: str, row: dict) -> float
 
     It may be `async def` or plain, and take `client`, an `openai.AsyncOpenAI`, instead of
     `base_url`. It returns a number, a dict with `reward` and numbers to log, or None to reject the
-    sample. A class with a method `rollout` is made once in a process. A session is one trajectory:
-    see docs/agents.md. Reward functions, as in the task `custom`, add to what it returns.
+    sample. A class with a method `rollout` is instantiated once per process. A session is one
+    trajectory: see docs/agents.md. Reward functions, as in the task `custom`, add to the reward.
     """
 
     rollout: str = ""
-    """The program, written `file.py:function` or `package.module:function`."""
+    """The program, as `file.py:function` or `package.module:function`."""
     python: str | None = None
-    """Python interpreter of the program; default: this one."""
+    """Python interpreter of the program; default: the current one."""
     deadline: Finite = 300.0
-    """Seconds of a session; the sample is rejected after that."""
+    """Time limit of a session in seconds; after that, the sample is rejected."""
     concurrency: Positive = 64
-    """Sessions at once in a searcher."""
+    """Maximum number of concurrent sessions in a searcher."""
     max_calls: Positive = 64
-    """Most calls of a session; later ones are answered by 410."""
+    """Maximum number of calls in a session; further calls get status 410."""
     history: Literal["append", "template"] = "append"
-    """append: the policy sees its own tokens of the past; template: what the chat template shows,
-    where a past that is shown in another way begins a new context."""
+    """append: the policy sees its own earlier tokens; template: it sees the chat template's
+    rendering, and an earlier turn that renders differently starts a new context."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the program, such as {OPENAI_API_KEY = "env:OPENAI_API_KEY"}. It
-    has those of this process, too, but for secrets."""
+    also inherits the environment of this process, except secrets."""
     environment: str | None = field(default=None, metadata=FILLED_IN, repr=False)
     max_turns: int = field(default=8, metadata=FILLED_IN, repr=False)
     tool_deadline: float = field(default=10.0, metadata=FILLED_IN, repr=False)
@@ -86,14 +86,14 @@ class Agent(Custom):
 
     @cached_property
     def _interpreter(self) -> str | None:
-        """The absolute path of the program's Python; None if there is no such program."""
+        """The absolute path of the program's Python; None if it does not exist."""
         if self.python is None:
             return sys.executable
         found = shutil.which(Path(self.python).expanduser())
         return None if found is None else str(Path(found).absolute())
 
     def _table(self, key: str, source: str, split: str) -> Rows:
-        """Return the rows; the row itself is the prompt of one that has none."""
+        """Return the rows; for a row without a prompt, the row itself becomes the prompt."""
         table = []
         for row in super()._table(key, source, split):
             shown = json.dumps(row, default=str)[:SHOWN]

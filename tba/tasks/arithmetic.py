@@ -1,4 +1,4 @@
-"""Addition of two numbers, the embedded default: prompts are generated, nothing is downloaded."""
+"""Addition of two numbers, the default task: prompts are generated, nothing is downloaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tba.tasks import Task
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether a sum is in the tenth that is never trained on, by Knuth's hash."""
+    """Return whether a sum is in the held-out tenth, by Knuth's multiplicative hash."""
     return (a * 1_000_003 + b) * 2_654_435_761 % 2**32 < 2**32 // 10
 
 
@@ -23,15 +23,15 @@ class Arithmetic(Task):
     """
 
     digits: int = 3
-    """Digits of each number."""
+    """Number of digits of each summand."""
     train_size: Positive = 20_000
-    """Sums to train on."""
+    """Number of training sums."""
     held_out_size: Count = 512
-    """Sums to evaluate on."""
+    """Number of held-out sums."""
     seed: Count = 0
-    """Seed of the sums."""
+    """Seed of the generated sums."""
     pass_reward: float = 1.0
-    """Least reward of a correct answer."""
+    """Minimum reward of a correct answer."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:
@@ -56,7 +56,7 @@ class Arithmetic(Task):
         return [float(a.finished and a.text == right) for a in answers]
 
     def _draw(self, count: int, held_out: bool) -> list[Prompt]:
-        """Draw distinct sums, the same for the same seed."""
+        """Draw distinct sums; deterministic in the seed."""
         rng = np.random.default_rng([self.seed, held_out])
         smallest = 10 ** (self.digits - 1)
         pairs: dict[tuple[int, int], None] = {}

@@ -1,4 +1,4 @@
-"""Grade-school math word problems: openai/gsm8k from the hub, or a folder with both splits."""
+"""Grade-school math word problems: openai/gsm8k from the Hub, or a folder with both splits."""
 
 import re
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from tba.tasks._numbers import Number, last_number, only_number
 from tba.tasks._rendering import Problems
 
 LAST_LINE = re.compile(r"^####\s*(?=\S*\d)\S+\s*\Z", re.MULTILINE)
-"""Last line of a solution of the data set: `#### 72`."""
+"""Last line of a solution in the data set: `#### 72`."""
 CALCULATION = re.compile(r"<<.*?>>")
-"""A calculator's annotation in a solution of the data set: `48/2 = <<48/2=24>>24`."""
+"""Calculator annotation in a solution of the data set: `48/2 = <<48/2=24>>24`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8k(Problems):
     """Math word problems; the reward is 1 if the answer's last number is right, else 0.
 
-    The right number follows `####` in the solution; data without it are refused. An answer has
-    the format if its last line is `#### number`. Prompt and grader are those of the paper's GSM8K
-    experiment (arXiv 2503.18929, appendix). For instruction-tuned models, set `chat = "on"` and
+    The right number follows `####` in the solution; rows without one raise ValueError. An answer
+    has the format if its last line is `#### number`. Prompt and grader follow the GSM8K experiment
+    of the paper (arXiv 2503.18929, appendix). For instruction-tuned models, set `chat = "on"` and
     `prompt = "{question}"`.
     """
 

@@ -1,4 +1,4 @@
-"""Competition problems with boxed answers: MATH from the hub, or a folder of problems."""
+"""Competition problems with boxed answers: MATH from the Hub, or a folder of problems."""
 
 import re
 import threading
@@ -18,28 +18,28 @@ from tba.tasks._rendering import Problems
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or a backslash with what it escapes."""
+"""A brace, or a backslash with the character that it escapes."""
 UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z)")
-"""A box without braces, up to the end of the formula, as some solutions of MATH have it."""
+"""A box without braces, up to the end of the formula, as in some solutions of MATH."""
 DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
 REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
 WORDS = re.compile(TEXT.pattern + r"(?:\s*\^\s*\{?[+-]?\d+\}?)?")
-"""A unit, perhaps with its power, or other words."""
+"""A unit, optionally with a power, or other words."""
 MARK = re.compile(r"(?<=\d)_\{?(\d+)\}?|\b([ap])\.?m\b", re.IGNORECASE)
-"""The base of a number, or the half of a day: math-verify passes over both."""
+"""The base of a number, or a.m./p.m.: math-verify ignores both."""
 NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d", re.IGNORECASE)
-"""A right answer that is none, or one of several; in MATH, such words stand in \\text{...}."""
+"""An invalid right answer: empty, or several; in MATH, such words are within \\text{...}."""
 PROSE = re.compile(r"(\\[A-Za-z]+(?:\s*\{[^{}\\]*\})*|minus|negative)|\b[A-Za-z]{4,}\b(?![({])")
-"""A word that a response would leave out of its box, or what must stay in it."""
+"""A word that a response would leave out of its box, or (group 1) text that must stay in it."""
 UNIT = re.compile(r"(?<=\d) ?(?:k?m/[hs]|(?:[ckm]m|ft|in|yd|mi)(?:\^?\{?[23]\}?)?)$")
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
-"""math-verify's own limit, an integer, for reading an expression and for comparing two."""
+"""Time limit of math-verify, an integer, for parsing an expression and for comparing two."""
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what the last \\boxed{...} contains; None if there is none, or it is not closed."""
+    """Return the content of the last \\boxed{...}; None if it is missing or not closed."""
     boxes = list(BOX.finditer(text))
     if not boxes:
         return None
@@ -49,16 +49,16 @@ def last_boxed(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             inside = text[start : brace.start()].strip()
-            return re.sub(r"(?<!\\)\\$", "", inside)  # of `\ `, a space
+            return re.sub(r"(?<!\\)\\$", "", inside)  # the rest of `\ `, a space
     return None
 
 
-@lru_cache(1000)  # answers of a group are often alike
+@lru_cache(1000)  # answers of a group are often the same
 def equal(gold: str, answer: str) -> bool | None:
-    """Return whether two LaTeX expressions are equal; None if a limit of math-verify was reached.
+    """Return whether two LaTeX expressions are equal; None if math-verify ran out of time.
 
-    The gold comes first: math-verify does not treat the two alike. It limits its time by SIGALRM,
-    and in any but the main thread of a process it raises or hangs.
+    The order matters: math-verify is not symmetric. It limits its time with SIGALRM, so outside the
+    main thread of a process it raises or hangs.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
@@ -82,15 +82,15 @@ def equal(gold: str, answer: str) -> bool | None:
     same = _compare(gold, answer, SECONDS)
     if same or not (PERCENT.search(gold) or PERCENT.search(answer)):
         return same
-    # for math-verify, 12.5 % is not 12.5
+    # to math-verify, 12.5 % is not 12.5
     without = _compare(PERCENT.sub("", gold), PERCENT.sub("", answer), SECONDS)
     return without or (None if same is None else without)
 
 
 def _parts(text: str) -> list[str]:
-    """Return what has digits between the words of an answer: 3 and 4 of 3 feet 4 inches.
+    """Return the parts with digits between the words of an answer: 3 and 4 for 3 feet 4 inches.
 
-    math-verify reads no further than the first unit. For it, `and` and `or` are commas.
+    math-verify stops at the first unit. The words `and` and `or` become commas for it.
     """
     text = WORDS.sub(lambda words: "," if words[1].strip() in ("and", "or") else "\0", text)
     parts = [part.lstrip(" ~,;").rstrip(" ~,;\\") for part in text.split("\0")]
@@ -98,10 +98,11 @@ def _parts(text: str) -> list[str]:
 
 
 def _compare(gold: str, answer: str, seconds: int) -> bool | None:
-    """Return whether two expressions are equal; None if a step was cut off before that was known.
+    """Return whether two expressions are equal; None if a step timed out before the result.
 
-    math-verify reports both as "not equal". Its own comparison of decimals is not exact: they are
-    fractions here. What it finds equal is compared again, with more digits than both texts have.
+    math-verify reports timeouts as "not equal". Its comparison of decimals is not exact, so they
+    are converted to fractions. If it finds the expressions equal, they are compared again with
+    more digits than both texts have.
     """
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
@@ -128,9 +129,9 @@ def _compare(gold: str, answer: str, seconds: int) -> bool | None:
 
 
 def _agree(pair: Sequence[Any], digits: int, unit: Fraction | None, same: bool) -> bool:
-    """Return whether two numbers are the same in so many digits; `same` for what is not finite.
+    """Return whether two numbers agree to `digits` digits; `same` for values that are not finite.
 
-    Or whether one is a decimal, and the other, which is not rational, is rounded to its last digit.
+    If not `same`, return whether one is a decimal that the other, irrational one rounds to.
     """
     from sympy import Expr
 
@@ -155,7 +156,7 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 
 def _repeated(decimal: re.Match[str]) -> str:
-    """Return a decimal whose last digits repeat without end as a fraction in LaTeX."""
+    """Return a repeating decimal as a fraction in LaTeX."""
     start = "".join(decimal.groups()[:2])
     value = int(start + decimal[3]) - int(start or 0)
     return f"\\frac{{{value}}}{{{'9' * len(decimal[3])}{'0' * len(decimal[2])}}}"
@@ -163,7 +164,7 @@ def _repeated(decimal: re.Match[str]) -> str:
 
 @cache
 def _load_sympy() -> None:
-    """Compare something with time to spare: the first comparison loads half of sympy."""
+    """Run one comparison with a long time limit: the first one imports much of sympy."""
     _compare("x", "1", seconds=60)
 
 
@@ -171,13 +172,13 @@ def _load_sympy() -> None:
 class Math(Problems):
     """Problems with an answer in a box; the reward is 1 if the last box is right, else 0.
 
-    math-verify compares the box with the column `answer`, or with the last box of the column
-    `solution`. An answer that it cannot compare within seconds has no reward. An answer with a box
-    has the format. Needs `pip install -e '.[math]'`.
+    math-verify compares the box with the column `answer`, or with the last box in the column
+    `solution`. An answer that it cannot compare within seconds gets no reward. An answer with a
+    box has the format. Needs `pip install -e '.[math]'`.
     """
 
     data: str = "DigitalLearningGmbH/MATH-lighteval"
-    """A hub name, or a folder of train.jsonl and test.jsonl; `problem`, `answer` or `solution`."""
+    """Hub name, or folder of train.jsonl and test.jsonl; `problem`, `answer` or `solution`."""
     prompt: str = (
         "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     )
@@ -218,7 +219,7 @@ class Math(Problems):
 
 
 def _gold(row: Mapping[str, Any]) -> str | None:
-    """Return a row's right answer, without a box; None if it has none."""
+    """Return a row's right answer without its box, or None."""
     given = row.get("answer")
     if isinstance(given, list):  # the parts of an answer
         given = ", ".join(map(str, given))

@@ -15,30 +15,30 @@ from tba.tasks._memory import named_task
 
 
 class Part(Use):
-    """The task of a part, with its options."""
+    """Table of a part: the task with its options, and its weight."""
 
     weight: Finite = 1.0
 
 
 @dataclass(frozen=True)
 class Mixture(Task):
-    """Several tasks, whose prompts take turns in proportion to their weights.
+    """Several tasks, whose prompts are interleaved in proportion to their weights.
 
     Each part is a table, `[task.parts.NAME]`, with `use`, the options of that task, and `weight`.
-    Metrics come for all parts together and for each: `parts/NAME/reward` of the training batches,
-    `eval/NAME/...` of evaluations. The held-out prompts of all parts together are in the same
-    proportion, and `selection` is applied to each part alone.
+    Metrics are reported over all parts and for each part: `parts/NAME/reward` of training batches,
+    `eval/NAME/...` of evaluations. Held-out prompts are mixed in the same proportion, and
+    `selection` is applied to each part separately.
     """
 
     parts: Annotated[dict[str, Part], Field(min_length=1)]
     """A table for each part: `use`, the options of that task, and `weight` (default: 1)."""
 
     def __post_init__(self) -> None:
-        assert self.tasks  # raises before anything starts if one of them cannot be built
+        assert self.tasks  # raises early if one of them cannot be built
 
     @property
     def pass_reward(self) -> float | None:
-        """The least reward of a correct answer, if it is the same for all parts."""
+        """The minimum reward of a correct answer, if it is the same for all parts."""
         levels = {task.pass_reward for task in self.tasks.values()}
         return levels.pop() if len(levels) == 1 else None
 
@@ -69,7 +69,7 @@ class Mixture(Task):
         return prompts
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts of all parts; any first few are in proportion to the weights."""
+        """Return the prompts of all parts; every prefix is in proportion to the weights."""
         places = []
         for name, task in self.tasks.items():
             with about(f"[task.parts.{name}]"):
@@ -89,7 +89,7 @@ def _task(key: str, part: Part) -> Task:
     if task.part_weights or task.measures() or has_own_way:
         raise ValueError(
             f"{key}.use = {part.use!r} has parts, measures, attacks, dialogues or a program, which"
-            " a part of a mixture cannot have; train it in a run of its own, or evaluate it in"
+            " a part of a mixture cannot have; train it in a separate run, or evaluate it in"
             " [eval.sets.NAME]"
         )
     return task

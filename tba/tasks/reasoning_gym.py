@@ -1,4 +1,4 @@
-"""Questions that Reasoning Gym generates, with its scorers: pip install reasoning-gym."""
+"""Questions generated and scored by Reasoning Gym: pip install reasoning-gym."""
 
 import re
 from ast import literal_eval
@@ -20,29 +20,29 @@ from tba.tasks._rendering import Rendering
 class ReasoningGym(Rendering, Task):
     """Questions of one of Reasoning Gym's generators, and its scorer.
 
-    `size` questions are generated. The first `held_out_size` are held out. The others are trained
-    on, but for those that are also held out. A question comes as often as the generator makes it.
+    Generates `size` questions. The first `held_out_size` are held out; the others are trained on,
+    unless they are also held out. Repeated questions are kept.
     https://github.com/open-thought/reasoning-gym
     """
 
     generator: str
     """Name of the generator, such as `chain_sum`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the generator, such as `max_digits`, in a table."""
+    """Table with options of the generator, such as `max_digits`."""
     size: Positive = 5000
-    """Questions to generate, the held-out ones included."""
+    """Number of questions to generate, including held-out ones."""
     held_out_size: Count = 256
-    """Questions to evaluate on: the first ones."""
+    """Number of held-out questions: the first ones."""
     seed: int = 0
     """Seed of the generator."""
     scoring: Literal["own", "exact"] = "own"
-    """own: the generator's scorer, from 0 to 1; exact: 1 if the first line is exactly the right
-    answer, or the first lines if it has several, else 0. A full stop after it is no mistake."""
+    """own: the generator's scorer, from 0 to 1; exact: 1 if the first line (or as many lines as the
+    right answer has) is exactly the right answer, else 0. A full stop at the end is ignored."""
     answer_tag: str | None = None
     """Score only the text within the last such tag: `answer` for <answer>42</answer>."""
     prompt: str = "{question}"
     pass_reward: float = 1.0
-    """Least reward of a correct answer."""
+    """Minimum reward of a correct answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +59,7 @@ class ReasoningGym(Rendering, Task):
         return [self._score(answer.text, entry) for answer in answers]
 
     def right_answer(self, prompt: Prompt) -> str | None:
-        """Return the generator's own answer as a response would give it; None if it has none."""
+        """Return the generator's answer in the form of a response; None if it is not text."""
         answer = literal_eval(prompt.columns["entry"])["answer"]
         if not isinstance(answer, str):
             return None
@@ -73,7 +73,7 @@ class ReasoningGym(Rendering, Task):
             tagged = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
             given = tagged[-1].strip() if tagged else None
         if self.scoring == "own":
-            given = given and given.strip()  # as its authors call it
+            given = given and given.strip()  # as Reasoning Gym's authors do
             unreadable = 0.0
             try:
                 score = float(self._dataset.score_answer(given, entry))
@@ -86,16 +86,16 @@ class ReasoningGym(Rendering, Task):
 
     @cached_property
     def _divided(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Prompts to train on, and prompts to evaluate on."""
-        # one data set for both, because the next seed makes nearly the same questions
+        """Training prompts and held-out prompts."""
+        # one data set for both, because the next seed generates nearly the same questions
         entries = [self._dataset[i] for i in range(self.size)]
         if self.scoring == "exact" and not all(isinstance(e["answer"], str) for e in entries):
             raise ValueError(
                 f"task.scoring = 'exact', but {self.generator} has questions without a single"
                 " right answer; set task.scoring=own"
             )
-        # not as JSON, which has no tuples; nor generated again where answers are scored, because
-        # some generators depend on more than their seed
+        # not JSON, which has no tuples; not generated again for scoring either, because some
+        # generators depend on more than their seed
         with np.printoptions(legacy="1.25"):  # 3, not np.int64(3)
             table = [{**entry, "entry": repr(entry)} for entry in entries]
         held_out = table[: self.held_out_size]
@@ -111,7 +111,7 @@ class ReasoningGym(Rendering, Task):
 
     @cached_property
     def _dataset(self) -> Any:
-        """The generator; ValueError if there is none of this name, or an option is wrong."""
+        """The generator; ValueError if its name is unknown or an option is invalid."""
         if find_spec("reasoning_gym") is None:
             raise ValueError(
                 "task.use = 'reasoning_gym' needs Reasoning Gym: pip install reasoning-gym"

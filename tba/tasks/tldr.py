@@ -1,4 +1,4 @@
-"""TL;DR: summaries of Reddit posts. One judge gives the reward, and another one measures."""
+"""TL;DR: summaries of Reddit posts. One judge provides the reward, another one evaluates."""
 
 import math
 from collections.abc import Awaitable, Mapping, Sequence
@@ -22,34 +22,34 @@ HEADINGS = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: "}
 
 @dataclass(frozen=True, kw_only=True)
 class Tldr(Splits):
-    """Summaries of Reddit posts. The judge `proxy` gives the reward, and the judge `gold` measures.
+    """Summaries of Reddit posts. The judge `proxy` provides the reward; the judge `gold` evaluates.
 
-    A judge is written like `reward` of `custom`. Its prompt is the post up to `TL;DR:`, and its
-    completion a space, the summary and `eos`. Evaluations report `win_rate`: the share of
-    summaries that `gold` scores above the reference summary of the post, which it sees in the same
-    call. Posts, prompts and penalty are those of Asynchronous RLHF (arXiv 2410.18252).
+    A judge is specified like `reward` of `custom`. Its prompt is the post up to `TL;DR:`, and its
+    completion is a space, the summary and `eos`. Evaluations report `win_rate`: the fraction of
+    summaries that `gold` scores above the reference summary of the post, which is scored in the
+    same call. Posts, prompts and penalty are from Asynchronous RLHF (arXiv 2410.18252).
     """
 
     test: ClassVar[str] = "validation"
     kept: ClassVar[Sequence[str]] = ("query", "summary")
     proxy: str | Use
-    """Judge that trains."""
+    """Judge that provides the training reward."""
     gold: str | Use | None = None
     """Judge that measures the win rate in evaluations; default: no win rate."""
     data: str = HUB
-    """A hub name, a file, or a folder with train.jsonl and validation.jsonl. Columns are `summary`,
-    and either `query` or `post`, with `subreddit` and `title` if there are any."""
+    """Hub name, file, or folder with train.jsonl and validation.jsonl. Columns are `summary`, and
+    either `query` or `post`, optionally with `subreddit` and `title`."""
     prompt: str = "{query}"
     """Template; {query} is the post up to `TL;DR:`."""
     shot_response: str = "{summary}"
     eos: str = ""
-    """Text of the EOS token, for judges that were trained on summaries that end with it."""
+    """Text of the EOS token, for judges trained on summaries that end with it."""
     missing_eos_reward: float = -1.0
-    """Reward of a summary that the token limit cut; `proxy` does not see it."""
+    """Reward of a summary truncated at the token limit; `proxy` does not see it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self._proxy, self._gold  # they raise if a judge does not exist, before anything starts
+        _ = self._proxy, self._gold  # raise if a judge does not exist, before anything starts
 
     def read(self, key: str, source: str, split: str) -> Rows:
         table = rows(key, source, split, required=("summary",), columns=COLUMNS)
@@ -106,9 +106,9 @@ class Tldr(Splits):
 
 @dataclass(frozen=True)
 class _WinRate(Scorer):
-    """Scores 1 for a summary that the gold judge prefers to the reference, 0 for others and ties.
+    """Scores 1 for a summary that the gold judge prefers to the reference, else (or in a tie) 0.
 
-    Summaries without EOS are judged like others.
+    Summaries without EOS are judged like all others.
     """
 
     task: Tldr
@@ -121,15 +121,15 @@ class _WinRate(Scorer):
 
 
 def query_of(row: Mapping[str, Any]) -> str:
-    """Return the post up to `TL;DR:`, in the format of the data set on the hub."""
+    """Return the post up to `TL;DR:`, in the format of the data set on the Hub."""
     lines = [start + row[name] for name, start in HEADINGS.items() if row.get(name)]
     return "\n\n".join([*lines, "TL;DR:"])
 
 
 def _wins(scores: Scores) -> list[float | None]:
-    """Return for each but the first score whether it is higher than the first: 1 or 0.
+    """Return 1 or 0 for each score after the first: whether it is higher than the first.
 
-    It is None or NaN where either score is, which is a rejection and not a loss.
+    The result is None or NaN where either score is: a rejection, not a loss.
     """
     reference, *others = scores
     if reference is None:

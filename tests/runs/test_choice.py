@@ -91,7 +91,7 @@ def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):
 
 def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
     folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
-    steps = f"the checkpoints in {folder} are those of steps 2, 4, 6, 8"
+    steps = f"{folder} has checkpoints of steps 2, 4, 6, 8"
     with pytest.raises(ValueError, match=f"--step 3: no such checkpoint; .*; {steps}"):
         choose(folder, 3)
     none = "no such checkpoint; give the number of a step"

@@ -56,7 +56,7 @@ def test_an_exported_model_has_a_card(ended, tmp_path):
 def test_a_checkpoint_that_was_not_evaluated_says_so(ended, tmp_path):
     export(ended, tmp_path / "out", step="6")
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "after 6 of 8 steps" in text and "was not evaluated while it was trained" in text
+    assert "after 6 of 8 steps" in text and "was not evaluated during training" in text
     assert "72 trained on" in text
 
 

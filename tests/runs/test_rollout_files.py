@@ -160,7 +160,7 @@ def test_broken_rows_are_counted_and_named(text, tmp_path, caplog):
         (group,) = read_rollouts(rows(tmp_path, sound, *broken), text)
     assert len(group.trajectories) == 1
     assert "7 of 8 rows are left out: row 2: reward: Input should be a valid number" in caplog.text
-    with pytest.raises(ValueError, match="has no sound row"):
+    with pytest.raises(ValueError, match="has no valid row"):
         read_rollouts(rows(tmp_path, *broken), text)
 
 
@@ -231,7 +231,7 @@ LEFT_OUT = {
 def test_a_row_that_might_mean_something_else_is_left_out(kind, text, tmp_path, caplog):
     for row in LEFT_OUT[kind]:
         file = rows(tmp_path, row)
-        with pytest.raises(ValueError, match="has no sound row"):
+        with pytest.raises(ValueError, match="has no valid row"):
             print(row, read_rollouts(file, text))
         assert "rows are left out: row 1: " in caplog.messages[-1]
 

@@ -129,7 +129,7 @@ MISTAKES = {
     ),
     "no setting": (
         ('"run.seed" = 1', "seed = 1"),
-        """'seed' is no setting; write "table.key" = """,
+        """'seed' is not a setting; write "table.key" = """,
     ),
     "a folder": (('"run.seed" = 1', '"run.folder" = "x"'), "remove 'run.folder'"),
     "variants of which some have no name": (
@@ -265,7 +265,7 @@ def test_runs_that_finished_with_other_rewards_are_refused_or_told(tmp_path, tin
     first.mkdir(parents=True)
     (first / SUMMARY).write_text('{"finished": true}')
     check_study(study)
-    assert f"{first} is of an earlier version: changes of its data and rewards" in caplog.text
+    assert f"{first} is from an earlier version: changes of its data and rewards" in caplog.text
     sources = check(placed(study.config(study.trials[0]))).sources
     (first / SOURCES).write_text(json.dumps(sources))
     check_study(study)

@@ -93,8 +93,8 @@ def test_the_header_shows_the_separator_outside_of_quotes(tmp_path):
 
 CSV = {
     "names": ('"prompt"x,answer\na,b\n', "up to line 1: ',' expected after '\"'"),
-    "too few": ("prompt,answer\na,b\nc\n", "up to line 3: row 1 has not 2 values"),
-    "too many": ("prompt,answer\na,b,c\n", "up to line 2: row 0 has not 2 values"),
+    "too few": ("prompt,answer\na,b\nc\n", "up to line 3: row 1 needs 2 values"),
+    "too many": ("prompt,answer\na,b,c\n", "up to line 2: row 0 needs 2 values"),
     "equal": ("prompt,answer,answer\na,b,c\n", "2 columns are called 'answer'; rename"),
     "open": ('prompt,answer\na,b\n"c,d\ne,f\n', "up to line 4: unexpected end of data"),
     "after": ('prompt,answer\n"a"b,c\n', "up to line 2: ',' expected after '\"'"),

@@ -92,8 +92,8 @@ def test_after_the_last_repetition_it_is_an_error(server, classify, reply, told)
 
 DATA = '{{"data": [{}]}}'
 NONSENSE = {
-    "no JSON": ("<html>busy</html>", "answered nonsense (it: Invalid JSON"),
-    "other JSON": ('{"scores": [1]}', "answered nonsense (data: Field required): {"),
+    "no JSON": ("<html>busy</html>", "answered with invalid data (it: Invalid JSON"),
+    "other JSON": ('{"scores": [1]}', "answered with invalid data (data: Field required): {"),
     "text": (DATA.format('{"index": 0, "probs": ["high"]}'), "(data.0.probs.0: Input should be a"),
     "no score": (DATA.format(""), "answered 0 scores for 1 texts"),
     "two labels": (DATA.format('{"index": 0, "probs": [0.1, 0.9]}'), "with 2 labels; set label"),
@@ -157,7 +157,7 @@ def test_a_judge_that_works_is_accepted(server, task):
         (Reply(delay=6.0), "failed: TimeoutError"),
         (Reply(503, "starting"), "status 503: starting"),
         (Reply(401, "who are you?"), "failed: status 401: who are you?"),
-        (Reply(body="{}"), "answered nonsense (data: Field required)"),
+        (Reply(body="{}"), "answered with invalid data (data: Field required)"),
     ],
 )
 def test_a_judge_that_does_not_work_at_the_start_is_refused(server, task, monkeypatch, reply, told):
@@ -225,7 +225,7 @@ def test_a_key_that_is_missing_or_stands_in_the_config_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="variable 'JUDGE_KEY' is not set"):
         resolve(JUDGES, "task.reward", "http", given).build()
     monkeypatch.setenv("JUDGE_KEY", f"{CANARY} and more")
-    with pytest.raises(ValueError, match="api_key has characters that no key has") as error:
+    with pytest.raises(ValueError, match="api_key has invalid characters") as error:
         resolve(JUDGES, "task.reward", "http", given).build()
     assert CANARY not in str(error.value)
     with pytest.raises(ValueError, match="api_key is a secret") as error:

@@ -1,13 +1,13 @@
 "use strict";
-// What all pages have: contents, charts drawn by uPlot, and tables to sort and to download.
-// What a run wrote enters the page as text nodes only, never as markup.
+// Shared by all pages: contents, charts drawn by uPlot, and tables to sort and download.
+// Text written by a run is inserted as text nodes only, never as markup.
 
 const { axes, runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
 const DASHES = [[], [7, 4], [2, 3]];
-const BORDERS = { "": "solid", "7,4": "dashed", "2,3": "dotted" }; // of the marks in a legend
-const LEAST = { positive: 0, share: 0.1, count: 1 }; // top of an axis from 0: small shares look small
-const LOOKS = { // in pixels: height of a plot, sizes of its axes, least distance of their labels, and the font
+const BORDERS = { "": "solid", "7,4": "dashed", "2,3": "dotted" }; // of legend markers
+const LEAST = { positive: 0, share: 0.1, count: 1 }; // minimum top of an axis that starts at 0, so that small shares look small
+const LOOKS = { // in pixels: height of a plot, sizes of its axes, minimum distance of their labels, font size
   "": { height: 190, below: 28, beside: 58, apart: 30, text: 12 },
   wide: { height: 320, below: 28, beside: 58, apart: 30, text: 12 },
   study: { height: 250, below: 28, beside: 58, apart: 30, text: 12 },
@@ -36,7 +36,7 @@ function short(value, form, digits = 4) {
   return size > 0 && size < 1e-3 ? (+value.toPrecision(Math.min(digits, 3))).toExponential() : `${+value.toPrecision(digits)}`;
 }
 
-// Which values are outliers: beyond twice the range of the middle 90 %, where the values around them are not.
+// Whether each value is an outlier: beyond twice the range of the middle 90 %, unlike its neighbours.
 function outliersOf(values) {
   const sorted = (some) => some.filter((value) => value !== null).sort((a, b) => a - b);
   const all = sorted(values), at = (some, share) => some[Math.round(share * (some.length - 1))];
@@ -46,7 +46,7 @@ function outliersOf(values) {
     !far(at(sorted(values.slice(Math.max(0, i - NEAR), i + NEAR + 1)), 0.5)));
 }
 
-// Means over a centred window of a twenty-fifth of the run; gaps are left out.
+// Means over a centred window of 1/25 of the run; gaps are skipped.
 function smooth(values) {
   const half = Math.floor(values.length / 50);
   return values.map((_, i) => {
@@ -116,7 +116,7 @@ function addLine(line, series, columns, bands, hidden) {
   }
 }
 
-// The range of an axis: around the values, or from 0; within `most`, if they leave something out.
+// The range of an axis: around the values, or from 0; limited to `most` while outliers are hidden.
 function rangeOf(form, most) {
   const least = LEAST[form];
   return (_, low, high) => {
@@ -201,7 +201,7 @@ function fillTable(details, plot) {
   equip(table, details.closest("figure").querySelector("figcaption").textContent);
 }
 
-// What a cell sorts by: the number that it begins with, or else its text. Empty cells come last.
+// Sort key of a cell: the number that it starts with, or else its text. Empty cells come last.
 function keyOf(cell) {
   const text = cell.textContent.trim(), number = parseFloat(text.replaceAll(",", ""));
   if (text === "" || text === "–") return [2, ""];
@@ -219,13 +219,13 @@ function sortBy(table, column, down) {
   });
 }
 
-// A cell of a CSV file. A spreadsheet must not take a text for a formula.
+// Quote a cell for CSV. A spreadsheet must not interpret text as a formula.
 function quoted(cell) {
   const text = cell.textContent.trim(), formula = /^[=+\-@\t\r]/.test(text) && Number.isNaN(+text.split(" ")[0].replace(/%$/, ""));
   return `"${(formula ? "'" : "") + text.replaceAll('"', '""')}"`;
 }
 
-// Let a reader sort a table by a click on the head of a column, and download it.
+// Make a table sortable by a click on a column heading, and add a button to download it.
 function equip(table, name) {
   [...table.tHead.rows[0].cells].forEach((head, column) => {
     const button = element("button", { className: "sort", type: "button" }, ...head.childNodes);
@@ -249,7 +249,7 @@ document.querySelectorAll("main h2").forEach((head, i) => {
   contents.append(element("a", { href: `#part-${i}` }, head.textContent));
 });
 
-// Move the cursor of a chart by a fiftieth of its points, and say the values there.
+// Move the cursor of a chart by 1/50 of its points, and announce the values there.
 function moveCursor(event, place) {
   const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key], plot = charts.get(place);
   if (!direction || !plot) return;
@@ -261,7 +261,7 @@ function moveCursor(event, place) {
   document.getElementById("cursor").textContent = values.join("; ");
 }
 
-// A chart is drawn when its place has a width, which it has not while a section is closed.
+// A chart is drawn once its element has a width; in a closed section it has none.
 const sizes = new ResizeObserver((entries) => requestAnimationFrame(() => {
   for (const { target } of entries) {
     const plot = charts.get(target), width = target.clientWidth;

@@ -1,13 +1,13 @@
-// The completions of a page of runs.
+// Completions on the page of runs.
 const GROUPS = 20; // shown at once
 const filter = document.getElementById("filter");
 const more = document.getElementById("more");
 let matching = [], shownGroups = 0;
 
-// Steps between the weights that began a completion and those that the batch trained.
+// Steps between the weights that started a completion and the weights that the batch trained.
 const ageOf = (completion) => Math.max(0, completion.step - 1 - completion.version);
 
-// The groups of which a completion passes the filter, with those that do.
+// Groups with completions that pass the filter, and these completions.
 function matches() {
   const wanted = Object.fromEntries(new FormData(filter));
   const text = wanted.text.toLowerCase();
@@ -33,7 +33,7 @@ function matches() {
   return found.sort((a, b) => (first(a) < first(b) ? -1 : +(first(a) > first(b))));
 }
 
-// Equal answers to a prompt as one: those of a batch, or of evaluations one after another.
+// Merge equal answers to a prompt: within a batch, or in consecutive evaluations.
 function merged(group, kept) {
   const found = [];
   for (const c of group.completions) {
@@ -45,13 +45,13 @@ function merged(group, kept) {
   return found;
 }
 
-// The lowest and the highest of some numbers: "3", or "3 to 5".
+// The range of some numbers as text: "3", or "3 to 5".
 function span(numbers) {
   const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
   return low === high ? `${low}` : `${low} to ${high}`;
 }
 
-// A reward on a ground whose colour says where it is between the lowest and the highest of its run.
+// A reward whose background colour shows its place between the lowest and highest of the run.
 function badge(reward, run, count = 1) {
   const [low, high] = run.rewards, share = high > low ? (reward - low) / (high - low) : 1;
   const shown = element("span", { className: "badge" }, reward === null ? "not scored" : short(reward));

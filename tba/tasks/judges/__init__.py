@@ -1,4 +1,4 @@
-"""Judges score completions by a model. This is their contract; each other file is one judge."""
+"""Judges score completions with a model. This file defines the interface, the others one judge."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,28 +17,28 @@ Text = str | Sequence[Message]
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A reward function that asks a model, plain or `async`, in TRL's convention.
+    """A reward function, plain or `async`, that asks a model, with TRL's signature.
 
-    Its fields are its options. A pickled judge is its options, without what it has loaded.
+    Its fields are its options. A pickled judge contains only its options, not loaded models.
     """
 
     template: str | None = None
-    """Text with `{prompt}` and `{completion}` to read; default: the chat template."""
+    """Input of the model, with `{prompt}` and `{completion}`; default: the chat template."""
 
     def __post_init__(self) -> None:
         if self.template is not None and "{completion}" not in self.template:
             raise ValueError("template must contain {completion}, where the completion goes")
 
     def check(self) -> None:
-        """ValueError if it cannot work. Called before any process starts; takes seconds at most."""
+        """Raise ValueError if the judge cannot work. Runs before any process starts, in seconds."""
 
     def load(self, device: str) -> None:
-        """Load models to the device, in a process that scores, before its first score."""
+        """Load models to the device. Runs in each scoring process before its first score."""
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """Return a score for each prompt with its completion."""
+        """Return a score for each pair of prompt and completion."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Judge:
 def conversation(prompt: Text, completion: Text) -> list[Message]:
     """Return a prompt and its completion as chat messages.
 
-    A completion that goes on with the last message of the prompt is one message with it.
+    A completion that continues the last message of the prompt is merged with it.
     """
     messages, completed = _both(prompt, completion)
     for message in completed:
@@ -61,7 +61,7 @@ def conversation(prompt: Text, completion: Text) -> list[Message]:
 def _both(prompt: Text, completion: Text) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the messages of a prompt and of its completion.
 
-    A session of a program is a whole chat: what stands before its first reply is the prompt.
+    The session of a program is a whole chat: messages before its first reply form the prompt.
     """
     completed = _messages("assistant", completion)
     asked = list(takewhile(lambda message: message["role"] != "assistant", completed))
@@ -74,16 +74,16 @@ def _messages(role: str, text: Text) -> list[dict[str, Any]]:
 
 
 def fill(template: str, prompt: Text, completion: Text) -> str:
-    """Return a template with the text of a prompt and its completion; messages are paragraphs."""
+    """Fill a template with the texts of a prompt and its completion; messages become paragraphs."""
     texts = {}
     for mark, messages in zip(("{prompt}", "{completion}"), _both(prompt, completion), strict=True):
         texts[mark] = "\n\n".join(message["content"] for message in messages)
-    # in one pass, because a prompt may itself have "{completion}" in it
+    # in one pass, because a prompt may itself contain "{completion}"
     return re.sub(r"\{prompt\}|\{completion\}", lambda mark: texts[mark[0]], template)
 
 
 def then(scores: Any, finish: Callable[[Any], Scores]) -> Scores | Awaitable[Scores]:
-    """Apply a function to the scores of a reward function, awaited first if need be."""
+    """Apply a function to the scores of a reward function, awaiting them first if necessary."""
     if not isawaitable(scores):
         return finish(scores)
 

@@ -1,4 +1,4 @@
-"""A model that scores or answers: checked before a run starts, loaded by each searcher."""
+"""Models that score or answer: checked before a run starts, loaded by each searcher."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,21 +20,21 @@ Dtype = Literal["auto", "fp32", "bf16"]
 Side = Literal["left", "right"]
 
 LOADED: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-"""The models that judges of this process hold, so that each is loaded once."""
+"""Models in use by judges of this process, so that each is loaded only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJudge(Judge):
-    """A judge whose model each searcher loads."""
+    """A judge whose model is loaded by each searcher."""
 
     auto: ClassVar[str]
-    """Name of the class of transformers that loads it."""
+    """Name of the transformers class that loads the model."""
     model: str = field(kw_only=False)
     """Folder, or Hugging Face name."""
     dtype: Dtype = "auto"
-    """auto: bf16 where that is faster, on GPUs and on some CPUs, else fp32."""
+    """auto: bf16 where that is faster (GPUs and some CPUs), else fp32."""
     token_budget: int = 16_384
-    """Tokens in one forward pass, padding included."""
+    """Maximum number of tokens in one forward pass, including padding."""
 
     def check(self) -> None:
         self._model.check()
@@ -61,10 +61,10 @@ class JudgeModel:
 
     name: str
     auto: str
-    """Name of the class of transformers that loads it."""
+    """Name of the transformers class that loads the model."""
     dtype: Dtype
     token_budget: int
-    """Tokens in one forward pass, padding included."""
+    """Maximum number of tokens in one forward pass, including padding."""
     key: str = "model"
     """Config key that names the model."""
     _model: Any = field(default=None, init=False)
@@ -85,16 +85,16 @@ class JudgeModel:
 
     @cached_property
     def _files(self) -> tuple[Any, Any]:
-        """The tokenizer and config.json; ValueError if there is no such model."""
+        """The tokenizer and config; ValueError if the model does not exist."""
         return load_files(self.name, self.key)
 
     def check(self) -> None:
-        """Raise ValueError if there is no such model, or its files lack weights."""
+        """Raise ValueError if the model does not exist, or its files lack weights."""
         _ = self._files
         check_files(self._class, self.name, self.key)
 
     def load(self, device: str) -> None:
-        """Load the weights to a device, unless another judge of this process has done so."""
+        """Load the weights to a device, or reuse those of another judge in this process."""
         is_faster = self.dtype == "auto" and computes_in_bf16(PolicyTable(model=self.name), device)
         dtype = torch.bfloat16 if is_faster or self.dtype == "bf16" else torch.float32
         key = (model_path(self.name, self.key), self.auto, dtype, device)
@@ -112,8 +112,8 @@ class JudgeModel:
     ) -> list[list[int]]:
         """Return the tokens of each prompt with its completion.
 
-        They go into the template, or else through the chat template, which then `asks` for the
-        model's answer. ValueError for a length that the model cannot read.
+        Uses `template`, or else the chat template, which prompts for an answer if `asks`. Raises
+        ValueError for a length that the model does not support.
         """
         pairs = list(zip(prompts, completions, strict=True))
         if template is not None:
@@ -122,7 +122,7 @@ class JudgeModel:
             rows = self.tokenizer.apply_chat_template(
                 [conversation(*pair) for pair in pairs],
                 add_generation_prompt=asks,
-                sanitize_control_tokens=True,  # which a policy could write
+                sanitize_control_tokens=True,  # a policy could write such tokens
                 return_dict=True,
             )["input_ids"]
         longest = min(context(self.config, self.tokenizer), self.tokenizer.model_max_length)
@@ -142,9 +142,9 @@ class JudgeModel:
         pad: int | None,
         side: Side,
     ) -> Tensor:
-        """Return `forward(model, ids, mask)` of each row [N ...], rows of similar length together.
+        """Return `forward(model, ids, mask)` of each row [N ...], batching rows of similar length.
 
-        With pad = None, rows run one by one.
+        With pad = None, rows are run one by one.
         """
         if self._model is None:  # called outside of a run
             self.load("cuda" if torch.cuda.is_available() else "cpu")

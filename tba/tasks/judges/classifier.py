@@ -1,4 +1,4 @@
-"""A sequence-classification model, such as a reward model, in the searcher's process."""
+"""Sequence-classification model, such as a reward model, in the searcher's process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +15,25 @@ from tba.tasks.judges._model import ModelJudge
 
 @dataclass(frozen=True)
 class Classifier(ModelJudge):
-    """Scores a prompt with its completion by any of transformers' sequence classifiers.
+    """Scores a prompt with its completion with any sequence classifier of transformers.
 
-    It may be a reward model, which has one label, or have several labels, of which one is scored.
-    Without `template` and without a chat template, it reads prompt and completion in turn.
+    The model may be a reward model with one label, or have several labels, of which one is scored.
+    Without `template` and chat template, the input is the prompt followed by the completion.
     """
 
     auto: ClassVar[str] = "AutoModelForSequenceClassification"
     label: str | int | None = None
-    """Name or number of the label to score; needed if there are several."""
+    """Name or number of the label to score; required if the model has several."""
     value: Literal["logit", "probability", "log_probability"] = "logit"
-    """What the score is: the logit of the label, its probability, or the logarithm of that."""
+    """Score: the logit of the label, its probability, or its log-probability."""
 
     def check(self) -> None:
         _ = self._model.tokenizer
         architectures = self._model.config.architectures or []
         if not any(name.endswith("ForSequenceClassification") for name in architectures):
             raise ValueError(
-                f"model = {self.model!r} is a {', '.join(architectures) or 'model of no kind'};"
+                f"model = {self.model!r} is a"
+                f" {', '.join(architectures) or 'model of unknown type'};"
                 " give a sequence-classification model"
             )
         _ = self._index
@@ -45,7 +46,7 @@ class Classifier(ModelJudge):
         if template is None and self._model.tokenizer.chat_template is None:
             template = "{prompt}{completion}"
         rows = self._model.encode(prompts, completions, template)
-        # a decoder's head takes the last token that is not this one; without it, rows run alone
+        # a decoder's head reads the last token other than `pad`; without `pad`, rows run alone
         pad = self._model.config.get_text_config().pad_token_id
         logits = self._model.run(rows, _logits, pad, "right")
         if self.value == "logit":
@@ -58,7 +59,7 @@ class Classifier(ModelJudge):
 
     @cached_property
     def _index(self) -> int:
-        """The number of the label; ValueError if there is no such label."""
+        """The index of the label; ValueError if it does not exist."""
         names = self._model.config.id2label
         if self.label is None and len(names) == 1:
             return 0
@@ -66,7 +67,7 @@ class Classifier(ModelJudge):
             if self.label in (number, name):
                 return number
         known = choices(str(self.label), names.values())
-        raise ValueError(f"label = {self.label!r} is no label of {self.model!r}{known}")
+        raise ValueError(f"label = {self.label!r} is not a label of {self.model!r}{known}")
 
 
 def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:

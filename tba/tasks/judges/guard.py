@@ -1,4 +1,4 @@
-"""A causal language model that answers with one of two words, such as Llama Guard."""
+"""Causal language model that answers with one of two words, such as Llama Guard."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from tba.tasks.judges._model import ModelJudge
 
 @dataclass(frozen=True)
 class GuardModel(ModelJudge):
-    """Scores by the first token of a guard model's answer: P(positive) of the two words.
+    """Scores with P(positive) for the first token of a guard model's answer.
 
-    A word counts by its first token. The probabilities of the two are normalized to 1.
+    Each word is represented by its first token. The two probabilities are normalized to sum to 1.
     """
 
     auto: ClassVar[str] = "AutoModelForCausalLM"
@@ -26,7 +26,7 @@ class GuardModel(ModelJudge):
     negative: str = "safe"
     """The other word."""
     value: Literal["probability", "log_probability"] = "probability"
-    """What the score is: the probability, or its logarithm."""
+    """Score: the probability, or the log-probability."""
     prefix: str = ""
     """Beginning of every answer: two line breaks for a Llama Guard whose template lacks them."""
 
@@ -44,7 +44,7 @@ class GuardModel(ModelJudge):
     ) -> list[float]:
         rows = self._model.encode(prompts, completions, self.template, asks=True)
         prefix = self._tokens(self.prefix) if self.prefix else []
-        # masked, so that any token pads
+        # padding is masked, so any token will do
         logits = self._model.run([row + prefix for row in rows], self._logits, 0, "left")
         logp = logsigmoid(logits[:, 0] - logits[:, 1])
         return (logp if self.value == "log_probability" else logp.exp()).tolist()

@@ -1,4 +1,4 @@
-"""A classifier behind an HTTP server, as vLLM serves it."""
+"""Classifier behind an HTTP server, as served by vLLM."""
 
 import asyncio
 import math
@@ -17,15 +17,15 @@ from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, fill
 
 REACHED_WITHIN = 5.0
-"""Seconds in which a server must answer before a run starts."""
+"""Seconds within which a server must answer before a run starts."""
 FIRST_WAIT = 0.5
-"""Seconds before the first retry, at most."""
+"""Maximum seconds before the first retry."""
 LONGEST_WAIT = 60.0
-"""Most seconds before any retry."""
+"""Maximum seconds before any retry."""
 LARGEST = 2**22
-"""Most bytes of an answer."""
+"""Maximum size of an answer in bytes."""
 SHOWN = 300
-"""Most characters of an answer that an error shows."""
+"""Maximum number of characters of an answer in an error message."""
 HIDDEN = "(what it sent is not shown, because it may have the key in it)"
 
 
@@ -34,13 +34,13 @@ class JudgeError(RuntimeError):
 
 
 class Part(BaseModel):
-    """A part of an answer. Text and booleans are no numbers."""
+    """Part of an answer. Strict: text and booleans are not accepted as numbers."""
 
     model_config = ConfigDict(strict=True)
 
 
 class Probs(Part):
-    """One text's score for each label."""
+    """Scores of one text, one per label."""
 
     index: int
     probs: list[FiniteFloat]
@@ -52,43 +52,43 @@ class Classified(Part):
     data: list[Probs]
 
     def scores(self, label: int | None, count: int) -> list[float]:
-        """Return the scores of `count` texts, for the only label, or for this number of one.
+        """Return the scores of `count` texts for the label with this number, or the only label.
 
-        ValueError says what is wrong with the answer.
+        Raises ValueError, which describes the problem, if the answer is invalid.
         """
         rows = {each.index: each.probs for each in self.data}
         if len(self.data) != count or rows.keys() != set(range(count)):
             raise ValueError(
                 f"answered {len(self.data)} scores for {count} texts; each text must have one, and"
-                " its index from 0 on"
+                " its index, starting at 0"
             )
         number = label or 0
         for probs in rows.values():
             if number >= len(probs) or (label is None and len(probs) > 1):
                 raise ValueError(
-                    f"answered with {len(probs)} labels; set label to the number of one, from 0 on"
+                    f"answered with {len(probs)} labels; set label to the number of one, from 0"
                 )
         return [rows[index][number] for index in range(count)]
 
 
 @dataclass(frozen=True)
 class Http(Judge):
-    """Scores by a classifier that vLLM, or a server with the same interface, serves at `url`."""
+    """Scores with a classifier that vLLM, or a server with the same API, serves at `url`."""
 
     url: str
-    """Address that ends with /classify."""
+    """URL that ends with /classify."""
     model: str
-    """Name under which the server serves the model."""
+    """Name of the model on the server."""
     label: Count | None = None
-    """Number of the label to score; needed if there are several."""
+    """Number of the label to score; required if the model has several."""
     value: Literal["probability", "log_probability", "logit"] = "probability"
-    """What the score is; for logit, the server must know vLLM's `use_activation`."""
+    """Kind of score; `logit` requires a server that supports vLLM's `use_activation`."""
     api_key: str | None = field(default=None, repr=False)
-    """Key of the server, as `env:NAME`: the environment variable that holds it."""
+    """API key of the server, as `env:NAME` of the environment variable that contains it."""
     deadline: Finite = 10.0
-    """Seconds for each request, and for its wait until another request has ended."""
+    """Seconds for each request, including its wait for other requests."""
     retries: Count = 4
-    """Repetitions after 429, 5xx, a lost connection or the deadline, at growing intervals."""
+    """Number of retries after 429, 5xx, a lost connection or the deadline, with backoff."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,13 +96,13 @@ class Http(Judge):
             url = httpx2.URL(self.url)
         except httpx2.InvalidURL:
             url = httpx2.URL()
-        if url.userinfo or url.query:  # the config that a run writes has the url
+        if url.userinfo or url.query:  # a run writes the URL into its config file
             raise ValueError(
                 "url holds a user name, a password or a query, such as ?key=; use api_key for a"
                 " key, and no query"
             )
         if not all("!" <= character <= "~" for character in self._key):
-            raise ValueError("api_key has characters that no key has")
+            raise ValueError("api_key has invalid characters")
         reachable = url.scheme in ("http", "https") and url.host
         if not (reachable and url.path.endswith("/classify")):
             raise ValueError(
@@ -111,9 +111,9 @@ class Http(Judge):
             )
 
     def check(self) -> None:
-        """Score a short text; ValueError if the server does not do so within 5 seconds."""
+        """Score a short text; ValueError if the server takes longer than 5 seconds or fails."""
         judge = replace(self, retries=0, deadline=min(self.deadline, 0.9 * REACHED_WITHIN))
-        # in a thread, because a notebook has an event loop, and a name's look-up has no deadline
+        # in a thread, because a notebook has an event loop, and DNS look-ups have no deadline
         (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
         if not isinstance(scores, list):  # None, or an error of one of several classes
             why = str(scores or "") or f"{self.url} does not answer"
@@ -131,7 +131,7 @@ class Http(Judge):
             headers["Authorization"] = f"Bearer {self._key}"
         client = httpx2.AsyncClient(
             headers=headers,
-            timeout=None,  # `_post` has its own
+            timeout=None,  # `_post` has a timeout
             verify=_tls(),
         )
         try:
@@ -143,14 +143,14 @@ class Http(Judge):
     async def _scores(self, client: httpx2.AsyncClient, items: list[Any]) -> list[float]:
         if self.template is not None:
             return await self._classified(client, items, {"input": items})
-        # messages go one by one
+        # the API accepts one conversation per request
         asked = [self._classified(client, [item], {"messages": item}) for item in items]
         return [score for (score,) in await asyncio.gather(*asked)]
 
     async def _classified(
         self, client: httpx2.AsyncClient, items: list[Any], asked: Mapping[str, Any]
     ) -> list[float]:
-        """Return the scores of what one request asks for."""
+        """Return the scores of the items of one request."""
         body = {"model": self.model, **asked}
         if self.value == "logit":
             body["use_activation"] = False
@@ -173,10 +173,10 @@ class Http(Judge):
         return (self.api_key or "").strip()
 
     async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Classified:
-        """Return the server's answer; JudgeError if there is none after the last retry.
+        """Return the server's answer; JudgeError if the last retry fails.
 
-        A request is repeated after 429, 5xx, a lost connection, or its deadline. ValueError for an
-        answer that is too large, or not of the right form.
+        Retries after 429, 5xx, a lost connection, or the deadline. Raises ValueError for an answer
+        that is too large, or malformed.
         """
         for attempt in range(self.retries + 1):
             try:
@@ -199,13 +199,13 @@ class Http(Judge):
         raise JudgeError(f"{self.url} failed{times}: {problem}")
 
     def _shown(self, sent: str) -> str:
-        """Return the beginning of what a server sent, which may repeat the key in any form."""
+        """Return the beginning of a server's reply, hidden if it could contain the API key."""
         return HIDDEN if self._key else sent[:SHOWN]
 
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return what all judges of a process share: its certificates take long to read."""
+    """Return a TLS context shared by all judges of a process: reading certificates is slow."""
     return httpx2.create_ssl_context()
 
 
@@ -215,11 +215,11 @@ def _parsed(content: bytes, text: str) -> Classified:
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "it"
-    raise ValueError(f"answered nonsense ({place}: {first['msg']}): {text}")
+    raise ValueError(f"answered with invalid data ({place}: {first['msg']}): {text}")
 
 
 async def _read(response: httpx2.Response) -> bytes:
-    """Return the body of an answer; ValueError, before more is read, if it is too large."""
+    """Return the body of an answer; ValueError, without reading further, if it is too large."""
     encoding = response.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise ValueError(f"answered in {encoding}, though it was asked for plain text")
