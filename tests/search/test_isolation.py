@@ -438,7 +438,7 @@ def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_searc
 def test_async_groups_in_flight_are_scored_again(monkeypatch):
     """A call that is late is cancelled; only one that blocks the event loop costs the process."""
     monkeypatch.setattr("tba.search.scoring.GRACE", 0.2)
-    guard = guard_of(asynchronous())
+    guard = guard_of(asynchronous(), deadline=5.0)
     verdicts = judge(guard, ["one"], ["sleep"], ["raise"], ["two"])
     first = verdicts[0][0]
     assert reasons(verdicts) == [[first], ["timeout"], ["raised"], [first]]
