@@ -136,7 +136,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         status, _, message = refusal(base_url, hello, **options)
         assert (status, why in message) == (400, True), (options, message)
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    assert "no text" in refusal(base_url, [image])[2]
+    assert "not text" in refusal(base_url, [image])[2]
     assert refusal(base_url, [])[0] == 400
     assert refusal(base_url, [{"content": "?"}])[0] == 400
     for wrong_message in ({"role": "user"}, {"role": "tool", "content": 0}):
