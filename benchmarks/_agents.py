@@ -83,9 +83,9 @@ Holder = tuple[Callable[[int], Any], Callable[[], None]]
 
 def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> Holder:
     """Return what holds the sessions of a search with a seed, and what ends it."""
+    from tba.agents.environment import Dialogues
     from tba.config.schema import load
-    from tba.runs.setup import check
-    from tba.search.dialogue import Dialogues
+    from tba.setup.setup import check
 
     rows = [{"a": 12, "b": 34}, *({"a": 21 + 7 * n, "b": 89 - 6 * n} for n in range(prompts + 2))]
     data = folder / "rows.jsonl"

@@ -17,7 +17,7 @@ from typing import Any
 import _sums
 import numpy as np
 import torch
-from _sums import Job
+from _sums import PendingReply
 from safetensors.torch import load_file
 
 from tba.config.tables import LoraTable, PolicyTable
@@ -32,7 +32,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def main() -> None:
-    job = Job.parse(sys.argv[1])
+    job = PendingReply.parse(sys.argv[1])
     snapshots = json.loads(sys.stdin.read())
     rows = _sums.read_rows(Path(job.data) / "test.jsonl")[: job.recipe.held_out]
     eos = "Ċ" if job.recipe_name == "sums" else None  # saves time: the score reads the first line

@@ -60,9 +60,9 @@ def fitting(configure: Callable[..., Any], role: Role, card: float) -> Fit:
 def needed_by(config: Any, role: Role, card: float) -> float:
     """Return the bytes that a part needs on its card."""
     from tba.config.plugins import with_defaults
-    from tba.runs.memory import Machine, Needs
+    from tba.setup.memory import Machine, MemoryEstimate
 
-    needs = Needs.of(with_defaults(config), Machine(1, card, inf), PROMPT)
+    needs = MemoryEstimate.of(with_defaults(config), Machine(1, card, inf), PROMPT)
     trainer, *others = (each.total for each in needs.processes if each.card == 0)
     return trainer + (sum(others) if role == "run" else 0)
 

@@ -277,7 +277,7 @@ class Bench:
         """Measure training steps on full-length random answers."""
         import torch
 
-        from tba.runs.setup import check
+        from tba.setup.setup import check
         from tba.types import collate
 
         longest = () if self.tiny else LONG
@@ -357,7 +357,7 @@ class Bench:
         from tba.config.tables import PolicyTable
         from tba.engines.transformers import Transformers
         from tba.models.pretrained import load_text
-        from tba.runs.setup import check
+        from tba.setup.setup import check
 
         parts = check(self.fitted(shape, "run"))
         trainer = parts.trainer(self.device)
@@ -371,7 +371,7 @@ class Bench:
             started = time.perf_counter()
             copy = trainer.copy(version=next(versions))
             blocked.append(time.perf_counter() - started)
-            engine.load_weights(copy().parcel)
+            engine.load_weights(copy().payload)
 
         whole = _measure.alternate({"update": update}, self.repeats)["update"]
         name = f"weight update, Qwen2.5-{shape} shape on {self.card}"
@@ -409,7 +409,7 @@ class Bench:
 
     def steps(self, shape: str, use: str) -> Steps:
         """Train, synchronously (local) or asynchronously (ray)."""
-        from tba.assemble import open_run
+        from tba.open import open_run
         from tba.run import train
 
         marks: list[float] = []

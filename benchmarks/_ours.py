@@ -13,10 +13,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from _models import Snapshots
-from _sums import Job
+from _sums import PendingReply
 
-from tba.assemble import open_run
 from tba.config.schema import Config, load
+from tba.open import open_run
 from tba.run import Run, train
 from tba.types import Group
 
@@ -28,14 +28,14 @@ class Enough(Exception):
 
 
 def main() -> None:
-    job = Job.parse(sys.argv[1])
+    job = PendingReply.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
     result = run(job)
     print(json.dumps(result), flush=True)
     sys.stdout.flush()
 
 
-def run(job: Job) -> dict:
+def run(job: PendingReply) -> dict:
     with open_run(config(job)) as opened:
         wait_for_searchers(opened)
         recorder = Recorder(job, opened)
@@ -52,7 +52,7 @@ def run(job: Job) -> dict:
     return result
 
 
-def config(job: Job) -> Config:
+def config(job: PendingReply) -> Config:
     reward = "exact" if job.latency is None else "judged"
     r = job.recipe
     ends = () if job.recipe_name == "arithmetic" else (r'sampling.stop=["\n"]',)
@@ -94,7 +94,7 @@ class Recorder:
     again: then the draws of its prompt are more than its samples, and only these count.
     """
 
-    def __init__(self, job: Job, opened: Run):
+    def __init__(self, job: PendingReply, opened: Run):
         self.job = job
         self.opened = opened
         self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)

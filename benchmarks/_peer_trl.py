@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import _sums
 import torch
 from _models import Snapshots
-from _sums import Job
+from _sums import PendingReply
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -30,7 +30,7 @@ from tba.runtime.placement import reuse_memory
 
 
 def main() -> None:
-    job = Job.parse(sys.argv[1])
+    job = PendingReply.parse(sys.argv[1])
     torch.set_num_threads(job.threads)
     options = dict(option.split("=", 1) for option in job.options)
     attention = options.pop("attn_implementation", "eager")
@@ -60,7 +60,7 @@ def main() -> None:
     print(json.dumps(result), flush=True)
 
 
-def arguments(job: Job, options: dict[str, str]) -> GRPOConfig:
+def arguments(job: PendingReply, options: dict[str, str]) -> GRPOConfig:
     fields: dict[str, Any] = {
         "output_dir": f"{job.folder}/run",
         "learning_rate": job.rate,
@@ -100,7 +100,7 @@ def adapter() -> Any:
 class Recorder(TrainerCallback):
     """Takes snapshots and the time of each step, and ends the training."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: PendingReply):
         self.job = job
         self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)
         self.points: list[dict[str, float]] = []

@@ -44,7 +44,7 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
     """Compare the first gradient, step time and peak memory with the undivided trainer's."""
     from torch import cuda, distributed
 
-    from tba.runs.setup import check
+    from tba.setup.setup import check
 
     own = ("runtime.use=local", f"sampling.max_tokens={16 if bench.tiny else 256}")
     parts = check(bench.fitted(shape, "step", *own)).trainer_setup()
@@ -90,8 +90,8 @@ def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
     import psutil
     import torch
 
-    from tba.assemble import open_run
     from tba.learn import TrainerLost
+    from tba.open import open_run
 
     has = torch.cuda.device_count() if bench.device != "cpu" else 2
     if has < count:

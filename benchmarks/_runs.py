@@ -17,7 +17,7 @@ from typing import Any
 
 import _measure
 from _measure import bench_python, common_variables
-from _sums import RECIPES, Job, Side, write_rows
+from _sums import RECIPES, PendingReply, Side, write_rows
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs" / "reference_run.jsonl"
@@ -82,7 +82,7 @@ class Laboratory:
         self.scratch = Path(tempfile.mkdtemp(prefix="tba-bench-"))
         self.path = self.scratch / "runs.jsonl" if options.tiny else path
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: PendingReply) -> dict[str, Any]:
         """Return the run of this job with its scores; it is carried out if it is not kept."""
         identity = json.loads(json.dumps(identity_of(job)))
         for known in read_runs(self.path):
@@ -107,7 +107,7 @@ class Laboratory:
             file.write(json.dumps(rounded(known)) + "\n")
         return known
 
-    def carry_out(self, job: Job) -> dict[str, Any]:
+    def carry_out(self, job: PendingReply) -> dict[str, Any]:
         """Run a job in a process of its own, and return what it prints."""
         print(f"  running {describe(job)}", file=sys.stderr, flush=True)
         script = "_peer_trl.py" if job.side == "trl" else "_ours.py"
@@ -115,7 +115,7 @@ class Laboratory:
         deadline = 600 + 3 * job.seconds
         return _measure.run_json(command, deadline, common_variables(), show_errors=True)
 
-    def seconds_a_step(self, job: Job) -> float:
+    def seconds_a_step(self, job: PendingReply) -> float:
         """Return the median seconds of a step, without the first, in a short run."""
         short = replace(job, steps=4, every=0.0, seconds=150.0)
         return median(steps_of(self.carry_out(short)))
@@ -138,26 +138,26 @@ class Sums(Laboratory):
     def job(
         self, side: Side, lora: bool, rate: float, seed: int, latency: float | None = None,
         options: tuple[str, ...] = (),
-    ) -> Job:  # fmt: skip
+    ) -> PendingReply:  # fmt: skip
         """Return a job of a side, with its usual length."""
         rows = write_rows(self.data, self.scratch / f"rows-{latency or 0.0:g}", latency)
         if lora and side != "trl":
             options = (*options, *LORA)
         elif side == "asynchronous":
             options = tuple(dict.fromkeys((*options, *FULL)))
-        job = Job(
+        job = PendingReply(
             "sums", side, self.model, str(rows), str(self.scratch / "run"), rate, seed, lora,
             SECONDS[side], STEPS[side], EVERY[side], latency=latency, options=options,
         )  # fmt: skip
         return replace(job, steps=2, every=1.0) if self.options.tiny else job
 
 
-def identity_of(job: Job) -> dict[str, Any]:
+def identity_of(job: PendingReply) -> dict[str, Any]:
     plain = asdict(job)
     return {name: plain[name] for name in IDENTITY}
 
 
-def describe(job: Job) -> str:
+def describe(job: PendingReply) -> str:
     parts = [f"{job.side}, rate {job.rate:g}, seed {job.seed}", *job.options]
     if job.latency is not None:
         parts.append(f"{job.latency:g} s of latency")
@@ -165,7 +165,7 @@ def describe(job: Job) -> str:
 
 
 def evaluate(
-    job: Job, python: str, snapshots: Sequence[dict[str, Any]]
+    job: PendingReply, python: str, snapshots: Sequence[dict[str, Any]]
 ) -> list[tuple[float, float]]:
     """Return score and standard error of each snapshot."""
     if not snapshots:

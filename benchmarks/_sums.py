@@ -45,7 +45,7 @@ Side = Literal["asynchronous", "synchronous", "trl"]
 
 
 @dataclass(frozen=True)
-class Job:
+class PendingReply:
     """One run of one side."""
 
     recipe_name: str
@@ -84,7 +84,7 @@ class Job:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> Job:
+    def parse(cls, text: str) -> PendingReply:
         plain = json.loads(text)
         return cls(**{**plain, "options": tuple(plain["options"])})
 

@@ -19,7 +19,7 @@ from _models import PROMPTS, RESPONSE, SAMPLES, model_of, random_batch
 from tba.config.schema import load
 from tba.learn.trainer import SingleTrainer
 from tba.models.lora import reference_weights
-from tba.runs.setup import check
+from tba.setup.setup import check
 from tba.weights import trained
 
 PARTS = ("step", "memory", "bytes", "exact")
@@ -75,10 +75,10 @@ def memory(model: str, options: argparse.Namespace) -> _measure.Row:
 def published(model: str, options: argparse.Namespace) -> _measure.Row:
     """Return the row of the bytes of a publication beside those of the adapters."""
     trainers = {side: trainer(model, side, options.rank) for side in (LORA, FULL)}
-    own = trainers[LORA].send(version=1).parcel
+    own = trainers[LORA].send(version=1).payload
     size = 2 if trainers[LORA].bf16_weights else 4
     adapters = size * sum(p.numel() for p in trained(trainers[LORA].policy.model).values())
-    whole = trainers[FULL].send(version=1).parcel.nbytes
+    whole = trainers[FULL].send(version=1).payload.nbytes
     note = f"{shape(options)}; full fine-tuning publishes {whole:,} bytes"
     return _measure.row(
         "LoRA published bytes", own.nbytes, "bytes", adapters, peer_is="adapters",

@@ -99,7 +99,7 @@ def measure(side: str, model: str, latency: float, steps: int) -> dict:
     """Run one side, and return the seconds of its steps in parts of the run."""
     import torch
 
-    from tba.assemble import open_run
+    from tba.open import open_run
     from tba.run import train
 
     torch.set_num_threads(1)

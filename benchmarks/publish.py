@@ -21,8 +21,8 @@ import numpy as np
 from _measure import Row, arguments, in_bf16, machine, progress, record, row
 from _models import SMOLLM2_135M, TINY, save_random
 
-from tba.assemble import open_run
 from tba.config.schema import Config, load
+from tba.open import open_run
 from tba.prompt import Prompt
 from tba.run import Run
 from tba.runtime.deadline import bind_ray

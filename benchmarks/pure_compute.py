@@ -21,7 +21,7 @@ from pathlib import Path
 import _measure
 import _thresholds
 from _runs import HERE, Best, Laboratory, read_runs, time_to_goal
-from _sums import RECIPES, Job, Side
+from _sums import RECIPES, PendingReply, Side
 
 RUNS = HERE / "runs" / "pure_compute.jsonl"
 GOAL = RECIPES["arithmetic"].goal
@@ -87,9 +87,9 @@ class Arithmetic(Laboratory):
         self.rows = self.scratch / "rows"
         write_sums(self.rows)
 
-    def job_of(self, case: str, rate: float, seed: int, options: tuple[str, ...]) -> Job:
+    def job_of(self, case: str, rate: float, seed: int, options: tuple[str, ...]) -> PendingReply:
         side = CASES[case][0]
-        job = Job(
+        job = PendingReply(
             "arithmetic", side, self.model, str(self.rows), str(self.scratch / "run"), rate, seed,
             seconds=SECONDS[side], every=EVERY, options=options,
         )  # fmt: skip

@@ -39,7 +39,7 @@ from _runs import (
     time_to_goal,
     with_speeds,
 )
-from _sums import Job, Side
+from _sums import PendingReply, Side
 
 GRID = {False: (2e-5, 1e-5, 4e-5), True: (3e-4, 6e-4, 1.5e-4)}
 """Learning rates, without and with LoRA, the middle one first."""
@@ -158,7 +158,7 @@ def fastest_known(lora: bool) -> tuple[str, ...]:
     return tuple(min(tried, key=lambda row: row["s_a_step"])["options"]) if tried else USUAL
 
 
-def speed(lab: Sums, job: Job) -> float:
+def speed(lab: Sums, job: PendingReply) -> float:
     """Return the seconds of a step, and keep them; infinity if the options do not work here."""
     try:
         seconds = lab.seconds_a_step(job)

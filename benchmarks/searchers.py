@@ -92,7 +92,7 @@ def measure(count: int, steps: int) -> dict:
     """Run with so many searchers, and return what the trainer and the driver needed."""
     import torch
 
-    from tba.assemble import open_run
+    from tba.open import open_run
     from tba.run import train
 
     torch.set_num_threads(1)

@@ -121,8 +121,8 @@ def alone(side: str, model: str) -> dict[str, Any]:
 
 def ours(model: str, further: tuple[str, ...]) -> Callable[[], None]:
     from tba.config.schema import load
-    from tba.runs.setup import check
     from tba.runtime.placement import reuse_memory
+    from tba.setup.setup import check
 
     reuse_memory()
     settings = [

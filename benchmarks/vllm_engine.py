@@ -36,8 +36,8 @@ from tba.learn.publish import answer
 from tba.models.lora import load_adapted
 from tba.models.pretrained import load_model, load_text
 from tba.prompt import Prompt
-from tba.runs.setup import check
 from tba.search.searcher import Searcher
+from tba.setup.setup import check
 from tba.types import Sampling, collate_tokens
 from tba.weights import Direct, published, trained
 
@@ -223,7 +223,7 @@ def gap(kind: str, table: PolicyTable, device: str) -> Row:
     sampling = Sampling(8, 0.7, 16)
     engine = VLLM(table, text, device, False, sampling, kv_cache_gib=1, gpu_memory_utilization=0.35)
     probe = answer(policy, collate_tokens(prompts[:1], [[rng.integers(100, 9000, 16)]]))
-    weights = Direct().send(1, published(trained(moved), bf16=False), probe).parcel
+    weights = Direct().send(1, published(trained(moved), bf16=False), probe).payload
     started = time.perf_counter()
     of_probe = engine.load_weights(weights)
     took = time.perf_counter() - started

@@ -8,7 +8,7 @@ Only the bundled model is needed: `python examples/python_api.py`, with settings
 import sys
 
 import tba
-from tba.runs.offline import Result
+from tba.offline.eval import Result
 
 SETTINGS = [
     "policy.model=bundled:arithmetic",

@@ -24,7 +24,7 @@ from transformers import (
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, load
-from tba.runs.memory import Needs, planned_machine
+from tba.setup.memory import MemoryEstimate, planned_machine
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "scaling.md"
@@ -100,7 +100,7 @@ def table() -> str:
         for path in sorted((ROOT / "experiments").glob("*.toml")):
             tables = load(path).nested()
             config = with_defaults(Config(**_placed(tables, Path(folder))))
-            rows.append(_row(path.name, Needs.of(config, planned_machine(GPUS), PROMPT)))
+            rows.append(_row(path.name, MemoryEstimate.of(config, planned_machine(GPUS), PROMPT)))
     return "\n".join(rows) + "\n"
 
 
@@ -111,7 +111,7 @@ def _placed(value: Any, folder: Path) -> Any:
     return str(folder / value) if isinstance(value, str) and value in MODELS else value
 
 
-def _row(name: str, needs: Needs) -> str:
+def _row(name: str, needs: MemoryEstimate) -> str:
     totals: dict[int | None, float] = {}
     for process in needs.processes:
         totals[process.card] = totals.get(process.card, 0.0) + process.total

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pandas import DataFrame
 
+    from tba.offline.eval import Result
     from tba.run import Run
-    from tba.runs.log import Replay
-    from tba.runs.offline import Result
-    from tba.tasks._memory import Passed
+    from tba.runs.folder import Replay
+    from tba.tasks._memory import InMemoryData
 
     Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
     Reward: TypeAlias = Callable[..., Any]
@@ -50,12 +50,12 @@ def train(
     what a resumed run does with its stored samples: "keep", "rescore" (`tba train --rescore`) or
     "drop" (`--drop-replay`). ValueError before any process starts if something cannot work.
     """
-    from tba.runs.checks import tell_finished
-    from tba.runs.offline import Result
+    from tba.offline.eval import Result
+    from tba.setup.checks import tell_finished
 
     settings, folder, passed = _checked(config, resume, data, reward, held_out_data, replay)
     if folder is None or not tell_finished(folder, settings):
-        from tba.assemble import run
+        from tba.open import run
 
         run(settings, folder, replay, passed)
     return Result(Path(settings.run.folder) if folder is None else folder.resolve())
@@ -77,7 +77,7 @@ def open_run(
     all processes.
     """
     settings, folder, passed = _checked(config, resume, data, reward, held_out_data, replay)
-    from tba.assemble import open_run as opened
+    from tba.open import open_run as opened
 
     return opened(settings, folder, passed, replay)
 
@@ -86,14 +86,14 @@ def _checked(
     config: Config | Mapping[str, Any] | str | Path, resume: "str | Path | None",
     data: "Data | None", reward: "Reward | Sequence[Reward] | None",
     held_out_data: "Data | None", replay: "Replay",
-) -> "tuple[Config, Path | None, Passed | None]":  # fmt: skip
+) -> "tuple[Config, Path | None, InMemoryData | None]":  # fmt: skip
     """Return the config, the run to resume and the data passed; ValueError for a mistake."""
     if replay not in ("keep", "rescore", "drop") or (replay != "keep" and resume is None):
         raise ValueError(
             f'replay = {replay!r}: give "keep", or with resume=RUN also "rescore" or "drop"'
         )
-    from tba.runs.checks import check_start, placed, stored_config
     from tba.runs.console import announce
+    from tba.setup.checks import check_start, placed, stored_config
     from tba.tasks._memory import passed_from_python
 
     folder = None if resume is None else Path(resume)
@@ -109,8 +109,8 @@ def _checked(
 
 def result(folder: str | Path) -> "Result":
     """Return the result of the run in a folder; ValueError if the folder holds no run."""
-    from tba.runs.log import read_config
-    from tba.runs.offline import Result
+    from tba.offline.eval import Result
+    from tba.runs.folder import read_config
 
     read_config(Path(folder))
     return Result(Path(folder))

@@ -19,7 +19,9 @@ from tba.config.errors import check_docstrings, check_secrets, choices, printabl
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
 from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
 from tba.config.tables import PLUGGED, Table
-from tba.runs.checks import (
+from tba.runs.console import announce
+from tba.runs.folder import Replay, is_full, is_run
+from tba.setup.checks import (
     check_config,
     check_evaluated,
     check_export,
@@ -29,8 +31,6 @@ from tba.runs.checks import (
     stored_config,
     tell_finished,
 )
-from tba.runs.console import announce
-from tba.runs.log import Replay, is_full, is_run
 
 app = Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
@@ -96,7 +96,7 @@ def train(
     if dry_run:
         _check(config, gpus, resume, replay)
         return
-    from tba.assemble import run
+    from tba.open import run
 
     run(config, resume, replay)
 
@@ -117,7 +117,7 @@ def check(
     config = placed(_config(settings or [], None))
     off: list[str] = []
     if machine or not settings:
-        from tba.doctor import examine
+        from tba.tools.doctor import examine
 
         off = examine(config)
         print()
@@ -133,8 +133,8 @@ def _check(
     verbose: bool = False,
 ) -> None:  # fmt: skip
     """Print the output of a dry run, with the verdict last."""
-    from tba.runs.dry_run import as_toml, dry_run
-    from tba.runs.memory import planned_machine
+    from tba.setup.memory import planned_machine
+    from tba.tools.check import as_toml, dry_run
 
     planned = None if gpus is None else planned_machine(gpus)
     tables, lines = dry_run(config, resume, replay, planned)
@@ -157,8 +157,8 @@ def plan(
 ) -> None:
     """Estimate how many searchers keep the trainer busy, and what else to expect of a run."""
     config = placed(_config(settings or [], None))
-    from tba.runs.memory import planned_machine, this_machine
-    from tba.runs.plan import plan as expected
+    from tba.setup.memory import planned_machine, this_machine
+    from tba.tools.plan import plan as expected
 
     rates = {
         "decode": decode, "train": train, "prompt": prompt, "response": response, "judge": judge,
@@ -179,7 +179,7 @@ def sweep(
     """Run a study: grids of runs, several at once. Repeat the command to continue it."""
     _refuse_dashes(settings or [])
     read_toml(study, "study")
-    from tba.studies.sweep import sweep as carry_out
+    from tba.tools.sweep import sweep as carry_out
 
     raise Exit(carry_out(study, settings or [], dry_run, retry_failed))
 
@@ -205,14 +205,14 @@ def evaluate(
         if path is not None:
             raise ValueError(f"{model} is a run and has its own config; leave out {path}")
         check_config(stored_config(Path(model), settings))
-        from tba.runs.offline import evaluate_run
+        from tba.offline.eval import evaluate_run
 
         scores = evaluate_run(Path(model), settings, reference, step, completions)
     elif reference or step is not None:
         raise ValueError(f"--reference and --step are for runs; {model} is not a run's folder")
     else:
         check_evaluated(model, config := load(path, settings))
-        from tba.runs.offline import evaluate_model
+        from tba.offline.eval import evaluate_model
 
         scores = evaluate_model(model, config, completions)
     print(json.dumps(scores, indent=1))
@@ -224,7 +224,7 @@ def report(
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
 ) -> None:
     """Write a report of runs, or of a study: one HTML page that needs no network."""
-    from tba.report import report as draw
+    from tba.tools.report import report as draw
 
     print(draw(runs, out))
 
@@ -241,7 +241,7 @@ def export(
     `hf upload NAME FOLDER` uploads it to the hub.
     """
     check_export(run, out, adapter)
-    from tba.runs.offline import export as write
+    from tba.offline.eval import export as write
 
     print(write(run, out, adapter, step))
 
@@ -257,7 +257,7 @@ def rollouts(
 ) -> None:
     """Write the replay buffer of a run as JSONL, with texts and tokens, for replay.rollouts."""
     check_new_file(run, out)
-    from tba.runs.rollouts import write_rollouts
+    from tba.offline.rollouts import write_rollouts
 
     print(write_rollouts(run, out, step, remote_code))
 
@@ -278,7 +278,7 @@ def serve(
         raise ValueError(f"--step is for runs; {path} is not a run's folder")
     else:
         config = load(None, [f"policy.model={path}", *(settings or [])])
-    from tba.runs.offline import serve as start
+    from tba.offline.eval import serve as start
 
     start(config, run, step, port)
 
@@ -295,7 +295,7 @@ def launch(
     _refuse_dashes(settings or [])
     if not slurm:
         raise ValueError(f"type `tba launch {config} --slurm`: only Slurm is supported")
-    from tba.launch import batch_file
+    from tba.tools.launch import batch_file
 
     print(batch_file(config, settings or [], nodes, gpus), end="")
 

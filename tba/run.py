@@ -7,22 +7,23 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
+from tba.agents.chat import shown
 from tba.engines import SearchError
 from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
-from tba.runs import checkpoint, log
+from tba.runs import checkpoint
+from tba.runs import folder as log
 from tba.runs.console import Console
+from tba.runs.folder import is_full, write_json
 from tba.runs.generations import going_on
 from tba.runs.journal import Journal
-from tba.runs.log import is_full, write_json
-from tba.runs.setup import TRAINED_ON, RunSetup
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
 from tba.runtime import Searchers
 from tba.runtime.deadline import NoAnswerError, search_errors
-from tba.search.chat import shown
 from tba.search.prompts import SearchState
+from tba.setup.setup import TRAINED_ON, RunSetup
 from tba.streams import Use, generator
 from tba.tasks._source import changed
 from tba.types import Group, NotFinite, StepError, collate

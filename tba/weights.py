@@ -105,7 +105,7 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorFile:
     """Tensor in a file or in memory that is read on demand, whole or in part."""
 
     shape: tuple[int, ...]
@@ -130,20 +130,20 @@ class Stored:
         own.copy_(self.part[start : start + len(own)])
 
 
-def stored_in(files: Iterable[Path]) -> dict[str, Stored]:
+def stored_in(files: Iterable[Path]) -> dict[str, TensorFile]:
     """Return the tensors in safetensors files by name; only headers are read."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorFile] = {}
     for path in files:
         file: Any = safe_open(path, "pt")
         for key in file.keys():  # noqa: SIM118
             part = file.get_slice(key)
-            tensors[key] = Stored(tuple(part.get_shape()), part)
+            tensors[key] = TensorFile(tuple(part.get_shape()), part)
     return tensors
 
 
-def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Stored]:
+def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, TensorFile]:
     """Return tensors in memory in the form of tensors in a file."""
-    return {name: Stored(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}
+    return {name: TensorFile(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}
 
 
 def write_weights(weights: Weights, file: Path) -> None:
@@ -176,11 +176,11 @@ def _probe(plain: dict[str, Any] | None) -> Probe | None:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Publication:
     """Handle to weights sent to all searchers; `Transport.receive` returns the weights."""
 
     version: int
-    parcel: Any
+    payload: Any
     nbytes: int = 0
 
 
@@ -190,14 +190,14 @@ class Transport(Protocol):
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
-    ) -> Sent:
+    ) -> Publication:
         """Make weights available to every searcher, without waiting for one.
 
         Each tensor is consumed before the next one is requested. The weights are available for as
         long as the result, or a copy of it in another process, exists.
         """
 
-    def receive(self, sent: Sent) -> Weights:
+    def receive(self, sent: Publication) -> Weights:
         """Return the weights that were sent; the sender keeps no other copy of them."""
 
 
@@ -206,16 +206,16 @@ class Direct:
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
-    ) -> Sent:
+    ) -> Publication:
         weights = Weights(version, {name: as_view(t).copy() for name, t in tensors}, probe)
-        return Sent(version, weights, weights.nbytes)
+        return Publication(version, weights, weights.nbytes)
 
-    def receive(self, sent: Sent) -> Weights:
-        weights: Weights = sent.parcel
+    def receive(self, sent: Publication) -> Weights:
+        weights: Weights = sent.payload
         return weights
 
 
-def resend(weights: Weights, transport: Transport) -> Sent:
+def resend(weights: Weights, transport: Transport) -> Publication:
     """Send weights that were received or read from a file."""
     tensors = ((name, as_tensor(array)) for name, array in weights.arrays.items())
     return transport.send(weights.version, tensors, weights.probe)

@@ -39,27 +39,27 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.config.schema import Config, load
 from tba.engines._batch import Output, Request
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Tokenizer, load_model
+from tba.open import open_run, run
 from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint
 from tba.runs.checkpoint import Checkpoints, Progress
+from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import files_of, generations
-from tba.runs.log import CHECKPOINTS, METRICS, read
-from tba.runs.setup import RunSetup, check
 from tba.runs.summary import Summary
+from tba.scoring.scoring import Scoring, ScoringProcess
+from tba.scoring.verdicts import Rejected, Verdict
 from tba.search.prompts import Cursor, PromptStream, SearchState
 from tba.search.result import SearchStats
-from tba.search.scoring import Scoring, ScoringProcess
-from tba.search.verdicts import Rejected, Verdict
 from tba.selections import Selection
+from tba.setup.setup import RunSetup, check
 from tba.tasks import Task
 from tba.tasks.custom import Custom
 from tba.types import Batch, Group, Sampling, Trajectory, collate
@@ -430,7 +430,7 @@ def copies() -> int:
 def pack(model: Any, version: int, bf16: bool, probe: Probe | None = None) -> Weights:
     """Return a copy of a model's trained parameters."""
     sent = Direct().send(version, published(trained(model), bf16), probe)
-    weights: Weights = sent.parcel
+    weights: Weights = sent.payload
     return weights
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tba.engines.scripted import Scripted
 from tba.types import Completion, Sampling
-from tba.weights import Direct, Sent, Weights
+from tba.weights import Direct, Publication, Weights
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Given:
     ready: threading.Event | None = None
     error: str = ""
 
-    def copy(self, version: int) -> Callable[[], Sent]:
-        def send() -> Sent:
+    def copy(self, version: int) -> Callable[[], Publication]:
+        def send() -> Publication:
             assert self.ready is None or self.ready.wait(60)
             if self.error:
                 raise OSError(self.error)

@@ -139,7 +139,7 @@ def sent(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> lis
     every = []
     for version in (2, 4):
         gradients(t, [batch, batch], [10_000, 10_000])
-        every += [t.send(version).parcel, t.reference(version).parcel]
+        every += [t.send(version).payload, t.reference(version).payload]
     return every
 
 

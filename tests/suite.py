@@ -31,7 +31,7 @@ RECORDS = Path(os.environ["FAULTS"]) if os.environ.get("FAULTS") else None
 """File that gets a line for each case; the lines of `make faults FULL=1` are remembered."""
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tba.assemble", "transformers.models.llama.modeling_llama"])
+FORKS.set_forkserver_preload(["tba.open", "transformers.models.llama.modeling_llama"])
 
 
 def source_nodes() -> Iterator[tuple[str, ast.AST]]:
@@ -215,8 +215,8 @@ def carry_out(settings: Sequence[str], resume: Path | None = None) -> None:
     """Carry out or resume a run in this process, which does nothing else."""
     import torch
 
-    from tba.assemble import run
     from tba.cli import _config
+    from tba.open import run
 
     torch.set_num_threads(1)
     torch.manual_seed(0)  # its state is saved

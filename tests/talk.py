@@ -26,9 +26,9 @@ from tba.engines.scripted import Scripted
 from tba.learn.policy import Policy
 from tba.prompt import Answer, Prompt
 from tba.replay.store import key_of
-from tba.runs.setup import check
 from tba.search.result import SearchResult
 from tba.search.searcher import Searcher
+from tba.setup.setup import check
 from tba.tasks import Task, Tools
 from tba.tasks.custom import describe
 from tba.types import RESTART, Completion, Group, Sampling, Trajectory
@@ -366,7 +366,7 @@ def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-Held = Callable[..., tuple[Searcher, SearchResult]]
+SessionResult = Callable[..., tuple[Searcher, SearchResult]]
 
 
 @pytest.fixture(name="agent")

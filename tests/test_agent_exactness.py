@@ -19,7 +19,7 @@ from tba.config.schema import Config
 from tba.learn.policy import Policy
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.setup import RunSetup, check
+from tba.setup.setup import RunSetup, check
 from tba.strategies.uniform import Uniform
 from tba.types import Group, Trajectory, collate
 

@@ -16,11 +16,11 @@ import torch
 from build import SMALL
 
 import tba
-from tba.assemble import run as carry_out
 from tba.cli import _config, main
-from tba.runs.log import CONFIG, METRICS, read
-from tba.runs.offline import Result, evaluate_run, export
-from tba.runs.rollouts import write_rollouts
+from tba.offline.eval import Result, evaluate_run, export
+from tba.offline.rollouts import write_rollouts
+from tba.open import run as carry_out
+from tba.runs.folder import CONFIG, METRICS, read
 from tba.runs.summary import Summary
 from tba.tasks._data import rows as read_rows
 from tba.tasks._memory import to_rows
@@ -281,7 +281,7 @@ def test_what_a_stopped_run_tells_to_type_resumes_it(tiny_model, tmp_path, capsy
 
 
 def test_such_a_run_is_exported_and_reported(trained, tmp_path):
-    from tba.report import report
+    from tba.tools.report import report
 
     assert (export(trained, tmp_path / "model") / "config.json").is_file()
     assert report([trained], tmp_path / "report").is_file()

@@ -8,15 +8,15 @@ import pytest
 from build import config, end_alike, steps
 from torch import Tensor
 
-from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.engines import SearchError
 from tba.learn import TrainerLost
 from tba.learn.trainer import SingleTrainer
 from tba.objectives import Loss
 from tba.objectives.tb import TrajectoryBalance
+from tba.open import open_run, run
+from tba.runs.folder import CHECKPOINTS, WARNINGS, read
 from tba.runs.generations import generations
-from tba.runs.log import CHECKPOINTS, WARNINGS, read
 from tba.runtime.deadline import ClusterLostError
 from tba.runtime.local import LocalSearchers
 from tba.strategies.recent import Recent
@@ -205,7 +205,7 @@ def test_a_mistake_removes_the_folder_of_its_run_and_no_run_beside_it(
         (tmp_path / "runs" / "other").mkdir()
         raise ValueError("a mistake in the data")
 
-    monkeypatch.setattr("tba.assemble.check", check)
+    monkeypatch.setattr("tba.open.check", check)
     with pytest.raises(ValueError, match="a mistake in the data"):
         run(config(tiny_model, tmp_path / "runs" / "wrong"))
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]

@@ -25,16 +25,16 @@ ELSEWHERE = {
     "tba train experiments/redteam_small.toml": "experiments/test_redteam_experiments.py",
     "tba train examples/from_trl.toml": "config/test_from_trl.py",
     "tba sweep studies/tldr/small.toml policy.model=MODEL": "experiments/test_experiments_tldr.py",
-    "tba report runs/tldr_small/study": "studies/test_study_report.py",
-    "tba report runs/my_study": "studies/test_study_report.py",
+    "tba report runs/tldr_small/study": "tools/test_study_report.py",
+    "tba report runs/my_study": "tools/test_study_report.py",
     "tba export RUN FOLDER --adapter": "models/test_lora.py",
-    "tba check run.toml --machine": "test_doctor.py",
-    "tba serve HuggingFaceTB/SmolLM2-135M-Instruct": "runs/test_rollout_files.py",
-    "tba check agent.toml": "runs/test_rollout_files.py",
-    "tba train agent.toml run.folder=runs/agent": "search/test_agents.py",
-    "tba rollouts RUN file.jsonl": "runs/test_rollout_files.py",
+    "tba check run.toml --machine": "tools/test_doctor.py",
+    "tba serve HuggingFaceTB/SmolLM2-135M-Instruct": "offline/test_rollout_files.py",
+    "tba check agent.toml": "offline/test_rollout_files.py",
+    "tba train agent.toml run.folder=runs/agent": "agents/test_agents.py",
+    "tba rollouts RUN file.jsonl": "offline/test_rollout_files.py",
     "tba launch run.toml --slurm --nodes 2 --gpus 8 run.folder=/shared/runs/first '>' job.sh": (
-        "test_launch.py"
+        "tools/test_launch.py"
     ),
 }
 """Commands that need judges, a library, a study, adapters, a hub, a cluster or a minute, and where

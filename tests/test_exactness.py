@@ -22,11 +22,11 @@ from tba.config.schema import Config
 from tba.engines import Engine
 from tba.learn.policy import Policy
 from tba.objectives import importance
+from tba.offline.eval import evaluate_run
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import key_of
-from tba.runs.log import METRICS, read, read_evaluations
-from tba.runs.offline import evaluate_run
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read, read_evaluations
+from tba.setup.setup import check
 from tba.strategies.uniform import Uniform
 from tba.types import Completion, Sampling, collate
 from tba.weights import Weights

@@ -21,8 +21,8 @@ from tba.config.tables import PolicyTable
 from tba.engines import Engine
 from tba.models.pretrained import load_text
 from tba.objectives.tb import TrajectoryBalance
+from tba.offline.eval import Result
 from tba.prompt import Answer, Prompt
-from tba.runs.offline import Result
 from tba.tasks import Task
 from tba.types import Sampling
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from exact import toy_config
 
-import tba.assemble
+import tba.open
 from tba.config.plugins import names
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 12
@@ -42,7 +42,7 @@ OPTIONS = {
 @pytest.mark.parametrize("objective", names("objectives"))
 def test_curves_are_as_they_were(objective, toy_model, tmp_path):
     own = (f"objective={objective}", *OPTIONS.get(objective, ()))
-    tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, *own))
+    tba.open.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, *own))
     rows = read(tmp_path / "run" / METRICS)
     found = {name: [float(f"{row[name]:.7g}") for row in rows] for name in CURVES}
     assert all(len(curve) == STEPS for curve in found.values())

@@ -30,17 +30,17 @@ from safetensors.torch import load
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.plugins import names
 from tba.config.schema import load as load_config
 from tba.learn import plan
 from tba.learn.trainer import SingleTrainer
 from tba.models import model_path
+from tba.open import run
 from tba.runs import checkpoint
-from tba.runs.log import METRICS, read
-from tba.runs.memory import Needs, this_machine
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read
+from tba.setup.memory import MemoryEstimate, this_machine
+from tba.setup.setup import check
 from tba.types import Batch, collate
 
 DEVICE = os.environ.get("TBA_TEST_DEVICE", "cuda")
@@ -264,7 +264,7 @@ def test_peak_memory_of_a_step(autocast, tmp_path):
     own.step(drawn, 2)
     peak = torch.cuda.max_memory_allocated()
     config = own.setup.config
-    parts = Needs.of(config, this_machine(), 2).processes[0].parts
+    parts = MemoryEstimate.of(config, this_machine(), 2).processes[0].parts
     expected = sum(n for name, n in parts.items() if name != "CUDA")
     print(f"{peak / 1e9:.2f} GB, calculated {expected / 1e9:.2f}: ratio {peak / expected:.3f}")
     assert 0.3 < peak / expected < 1.5, parts

@@ -11,13 +11,16 @@ LEVELS = [
     {"types", "prompt", "config", "streams", "child"},
     {"weights", "objectives", "strategies", "engines", "tasks", "selections", "models"},
     {"learn", "replay"},
+    {"scoring"},
+    {"agents"},
     {"search"},
     {"runtime"},
     {"runs"},
+    {"setup"},
     {"run"},
-    {"assemble", "launch"},
-    {"studies", "doctor"},
-    {"report"},
+    {"offline"},
+    {"open"},
+    {"tools"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
@@ -73,6 +76,12 @@ def test_imports_point_down():
             if module.startswith("tba.") and (other := module.split(".")[1]) != own:
                 assert LEVEL[other] <= LEVEL[own], f"{path} imports {module}, which is above it"
                 assert not {own, other} <= PLUGINS, f"{path} imports {module}: plug-ins are apart"
+
+
+def test_only_the_command_line_imports_the_tools():
+    for path in FILES:
+        uses = any(module.startswith("tba.tools") for module in imported(path))
+        assert not uses or part(path) in ("tools", "cli", "__init__"), path
 
 
 def test_heavy_libraries_have_one_home():

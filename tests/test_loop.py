@@ -10,17 +10,17 @@ from build import config, newest_files, replayed, resumes_exactly
 from safetensors.torch import load_file
 
 import tba
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import load
 from tba.engines import SearchError
+from tba.offline.eval import evaluate_run
+from tba.open import run
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
-from tba.runs.checks import check_resumed
-from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_run
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read
 from tba.search.result import Evaluation
+from tba.setup.checks import check_resumed
+from tba.setup.setup import check
 from tba.types import Group
 
 

@@ -19,7 +19,7 @@ from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.runs.generations import generations
-from tba.runs.memory import group, kept, sizes_of
+from tba.setup.memory import group, kept, sizes_of
 from tba.types import TokenBatch, collate_tokens
 from tba.weights import trained
 
@@ -84,10 +84,10 @@ def test_weights_gradients_moments_and_copies(batch):
         "weights": sum(p.nbytes for p in parameters),
         "gradients": sum(gradient.nbytes for gradient in gradients.values()),
         "AdamW's moments": sum(s["exp_avg"].nbytes + s["exp_avg_sq"].nbytes for s in states),
-        "copy for publishing": own.send(1).parcel.nbytes,  # in fp32, what is sent is the copy
+        "copy for publishing": own.send(1).payload.nbytes,  # in fp32, what is sent is the copy
     }
     assert held == {name: IN_MEMORY[name] * count for name in held}
-    halved = trainer(MODEL, "policy.autocast=bf16").send(1).parcel
+    halved = trainer(MODEL, "policy.autocast=bf16").send(1).payload
     assert halved.nbytes == IN_MEMORY["weights as they are sent"] * count
 
 

@@ -17,13 +17,13 @@ import torch
 from build import config, random_batch, setup_of
 from pretend import DeviceMismatch
 
-from tba.assemble import run
 from tba.config.plugins import names
 from tba.learn import plan, policy, publish, state
 from tba.learn import trainer as trainers
 from tba.learn.policy import Policy
-from tba.learn.trainer import Ran, SingleTrainer
-from tba.models import cache
+from tba.learn.trainer import MicroBatchResult, SingleTrainer
+from tba.models import forward as cache
+from tba.open import run
 from tba.runtime.deadline import bind_ray
 from tba.types import Batch, StepError
 
@@ -117,9 +117,9 @@ def test_metrics_of_a_rank_leave_the_gpu_together(pretend):
 
     loss = torch.tensor([0.5, 2.0], device="cuda:0")
     ran = [
-        Ran({"loss": loss, "zero": loss == 2}, 7, 1),
-        Ran({}, 3, 0),
-        Ran({"loss": loss[:1]}, 5, 0),
+        MicroBatchResult({"loss": loss, "zero": loss == 2}, 7, 1),
+        MicroBatchResult({}, 3, 0),
+        MicroBatchResult({"loss": loss[:1]}, 5, 0),
     ]
     pretend.clear()
     first = {"loss": [0.5, 2.0], "zero": [0.0, 1.0]}
@@ -130,7 +130,7 @@ def test_metrics_of_a_rank_leave_the_gpu_together(pretend):
 def test_a_publication_waits_once_a_tensor(tiny_model, pretend):
     own = on_cuda(tiny_model)
     pretend.clear()
-    tensors = own.send(1).parcel.arrays
+    tensors = own.send(1).payload.arrays
     assert pretend.waits.total() == len(tensors) + 1, +pretend.waits  # and for the probe
 
 

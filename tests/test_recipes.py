@@ -17,10 +17,10 @@ import pytest
 from conftest import module_at
 from talk import agent_config, call, dialogue_config, dialogue_model, held_sessions
 
-from tba.assemble import run
 from tba.config.schema import load
-from tba.runs.log import METRICS, read
-from tba.runs.setup import check
+from tba.open import run
+from tba.runs.folder import METRICS, read
+from tba.setup.setup import check
 
 __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
 

@@ -14,14 +14,14 @@ from build import rewards_judge as judge
 from build import rewards_reasons as reasons
 from toy import Ones
 
-from tba.assemble import run
 from tba.config.schema import load
+from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
-from tba.runs.log import METRICS, read
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read
 from tba.runs.stop import Stop
-from tba.search.verdicts import LARGEST, Rejected
+from tba.scoring.verdicts import LARGEST, Rejected
+from tba.setup.setup import check
 from tba.tasks._data import rows
 
 # Rewards

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from studies.coverage.measure import UNLIKELY, Exact, curve, grammar, right
 from studies.off_policy.experiment import SERIES, Condition, Experiment, Row, Setting, key_of
-from tba.runs.log import read_optional, write_json
+from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
 MEASURED = "coverage.json"

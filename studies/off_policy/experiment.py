@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tba.runs.log import write_whole
-from tba.studies.study import curve, read_metrics, write_results
-from tba.studies.sweep import sweep
+from tba.runs.folder import write_whole
+from tba.tools.study import curve, read_metrics, write_results
+from tba.tools.sweep import sweep
 
 HERE = Path(__file__).parent
 ROWS = HERE / "rows"

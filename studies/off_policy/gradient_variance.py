@@ -28,7 +28,7 @@ from tba.config.schema import load
 from tba.learn.policy import Policy
 from tba.objectives import Objective
 from tba.prompt import Answer, Prompt
-from tba.runs.setup import RunSetup, check
+from tba.setup.setup import RunSetup, check
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Batch, collate
 

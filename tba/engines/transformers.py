@@ -19,7 +19,7 @@ from tba.config.schema import Config
 from tba.config.tables import Positive
 from tba.engines import Engine, SharedLock
 from tba.engines._choice import StopStrings, choose
-from tba.models.cache import (
+from tba.models.forward import (
     EVERYONE,
     NOBODY,
     attention_mask,
@@ -170,7 +170,7 @@ class Transformers(Engine):
         chosen = first_chosen[asked]
         logp = first_logp[asked]
         responses = decoder(self.model, cache, visible, counts, limit)
-        drawn = _Drawn(len(chance), limit, self.device)
+        drawn = SampledTokens(len(chance), limit, self.device)
         rows = torch.arange(len(chance), device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
@@ -195,7 +195,7 @@ class Transformers(Engine):
         return [list(islice(completions, len(group))) for group in uniform]
 
     def _stopped(
-        self, drawn: "_Drawn", rows: Int[Tensor, " N"], stop: tuple[str, ...]
+        self, drawn: "SampledTokens", rows: Int[Tensor, " N"], stop: tuple[str, ...]
     ) -> Bool[Tensor, " N"]:
         """Return which of these rows have just completed a stop string."""
         if self._stop is None or self._stop.stop != stop:
@@ -223,7 +223,7 @@ class Transformers(Engine):
         return torch.cat(tokens), torch.cat(logp)
 
 
-class _Drawn:
+class SampledTokens:
     """Tokens and log-probs of a batch of responses. `length` is 0 until a response ends."""
 
     def __init__(self, count: int, limit: int, device: str):

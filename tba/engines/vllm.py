@@ -21,7 +21,7 @@ from tba.config.tables import OFF, SamplingTable
 from tba.engines import Engine
 from tba.engines._batch import Batch, Output, Request
 from tba.models import model_path
-from tba.models.cache import check_compiler
+from tba.models.forward import check_compiler
 from tba.models.lora import empty_adapted, save_adapter
 from tba.models.pretrained import load_empty_model
 from tba.types import Completion, Sampling, Turn

@@ -8,7 +8,7 @@ from traceback import extract_tb
 from typing import Protocol
 
 from tba.types import Batch, StepError
-from tba.weights import Sent
+from tba.weights import Publication
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Trainer(Protocol):
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one step on the mean loss of the groups; on StepError, no weight has changed."""
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> Publication:
         """Send the weights to all searchers, with their probe."""
 
-    def copy(self, version: int) -> Callable[[], Sent]:
+    def copy(self, version: int) -> Callable[[], Publication]:
         """Copy the weights now and return the function that sends them, with their probe.
 
         The function may run in another thread while training continues.
         """
 
-    def reference(self, version: int) -> Sent:
+    def reference(self, version: int) -> Publication:
         """Send the weights in fp32, so that log-probs are computed as in the trainer."""
 
     def save(self, folder: Path) -> Callable[[], None]:

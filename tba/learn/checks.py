@@ -11,7 +11,7 @@ from torch import Tensor
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.plan import Layout
 from tba.learn.policy import Policy, token_logp
-from tba.models.cache import check_logits, takes_masks
+from tba.models.forward import check_logits, takes_masks
 from tba.objectives import Loss
 from tba.types import TokenBatch, collate_tokens
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tba.models.cache import EVERYONE, NOBODY, positions
+from tba.models.forward import EVERYONE, NOBODY, positions
 from tba.types import AnyBatch, TokenBatch
 
 Layout = Literal["packed", "cached", "plain"]

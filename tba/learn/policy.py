@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tba.learn.plan import Layout, Plan, cut, pack, plan_of
-from tba.models.cache import (
+from tba.models.forward import (
     attention_mask,
     check_logits,
     has_plain_logits,

@@ -10,7 +10,7 @@ import torch
 from tba.learn.policy import Policy
 from tba.models.lora import rounded
 from tba.types import Batch, NotFinite, TokenBatch, collate_tokens
-from tba.weights import Probe, Sent, Transport, published, trained
+from tba.weights import Probe, Publication, Transport, published, trained
 
 PROMPT = 16  # tokens of a probe's prompt; it is longer for engines that cache prompts
 RESPONSE = 16
@@ -86,7 +86,7 @@ class Copy:
 
     def send(
         self, version: int, asked: TokenBatch, transport: Transport, free: "list[Copy]"
-    ) -> Sent:
+    ) -> Publication:
         """Send the weights with their probe, and add this copy to `free`."""
         with torch.cuda.stream(self._stream):  # no effect if it is None
             probe = answer(self._policy, asked, version)

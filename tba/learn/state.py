@@ -18,7 +18,7 @@ from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
 from tba.models.pretrained import load_model
-from tba.weights import Stored, check_same_model, in_memory, stored_in, trained, whole
+from tba.weights import TensorFile, check_same_model, in_memory, stored_in, trained, whole
 
 MODEL = "model"
 TRAINER = "trainer.json"
@@ -216,7 +216,7 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def stored_model(folder: Path) -> dict[str, Stored]:
+def stored_model(folder: Path) -> dict[str, TensorFile]:
     """Return the weights in a checkpoint by their names in the model or its adapter."""
     adapter = folder / MODEL / ADAPTER
     if adapter.is_file():

@@ -20,14 +20,14 @@ from tba.learn import TrainerSizes, WrongReference, plan, publish, state, unchan
 from tba.learn.checks import check_lengths, checked_loss, warm_up
 from tba.learn.optimizer import Sums, build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy
-from tba.models.cache import compile_layers, enable_gradient_checkpointing, takes_masks
+from tba.models.forward import compile_layers, enable_gradient_checkpointing, takes_masks
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Objective, centred, kl_k3, total
 from tba.streams import Use, seed_of
 from tba.types import Batch, NotFinite, TokenBatch
-from tba.weights import Direct, Probe, Sent, Transport, published, trained
+from tba.weights import Direct, Probe, Publication, Transport, published, trained
 
 MOST_K3 = 10.0
 """Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
@@ -52,7 +52,7 @@ class TrainerSetup:
         self,
         device: str,
         rank: int | None = None,
-        gather: "Callable[[list[Ran]], list[Ran]]" = list,
+        gather: "Callable[[list[MicroBatchResult]], list[MicroBatchResult]]" = list,
         transport: Transport | None = None,
     ) -> "SingleTrainer":
         """Load the model in dtype `trainer.weights`, or with an adapter; return its trainer.
@@ -101,7 +101,7 @@ class TrainerSetup:
         return policy
 
 
-class Ran(NamedTuple):
+class MicroBatchResult(NamedTuple):
     """Results of a micro-batch that has run forward and backward."""
 
     metrics: dict[str, Tensor]
@@ -119,7 +119,7 @@ class SingleTrainer:
     policy: Policy
     rank: int = 0
     ranks: int = 1
-    gather: Callable[[list[Ran]], list[Ran]] = list
+    gather: Callable[[list[MicroBatchResult]], list[MicroBatchResult]] = list
     """Returns the results of all ranks, given this rank's."""
     transport: Transport = field(default_factory=Direct)
     bf16_weights: bool = field(init=False)  # whether searchers get weights in bf16
@@ -192,28 +192,28 @@ class SingleTrainer:
             takes_masks(self.policy.model),
         )
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> Publication:
         probe = publish.answer(self.policy, self.probe, version)
         if self.ranks > 1:  # the probe's pass left the embeddings unsharded
             reshard(self.policy)
         return self._send(version, self.bf16_weights, probe)
 
-    def copy(self, version: int) -> Callable[[], Sent]:
+    def copy(self, version: int) -> Callable[[], Publication]:
         copy = self._free.pop() if self._free else publish.Copy(self.policy, self.bf16_weights)
         copy.fill(self.policy)
         return partial(copy.send, version, self.probe, self.transport, self._free)
 
-    def reference(self, version: int) -> Sent:
+    def reference(self, version: int) -> Publication:
         return self._send(version, False, None)
 
-    def _send(self, version: int, bf16: bool, probe: Probe | None) -> Sent:
+    def _send(self, version: int, bf16: bool, probe: Probe | None) -> Publication:
         """Send the weights. All ranks gather each tensor, and rank 0 sends it."""
         tensors = published(trained(self.policy.model), bf16)
         if self.rank == 0:
             return self.transport.send(version, tensors, probe)
         for _ in tensors:
             pass
-        return Sent(version, None)
+        return Publication(version, None)
 
     def save(self, folder: Path) -> Callable[[], None]:
         return state.save(
@@ -224,7 +224,7 @@ class SingleTrainer:
     def load(self, folder: Path) -> None:
         state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
-    def _backward(self, slot: plan.Slot, batch: Batch, objective: Objective) -> "Ran":
+    def _backward(self, slot: plan.Slot, batch: Batch, objective: Objective) -> "MicroBatchResult":
         """Add the gradients of sum(loss) / B for this rank's groups in the slot.
 
         A group above the token budget runs in pieces of its responses, but a loss needs the whole
@@ -241,7 +241,7 @@ class SingleTrainer:
         pieces = [] if chunk is None else list(plan.pieces(chunk, budget, shared))
         missing = len(slot.shapes) - len(pieces)
         runs = list(zip(pieces + [plan.filler(batch)] * missing, slot.shapes, strict=True))
-        ran = Ran({}, 0, 0)
+        ran = MicroBatchResult({}, 0, 0)
         slopes: list[list[Tensor]] = []
         if len(slot.shapes) > 1:
             with torch.no_grad():
@@ -262,7 +262,9 @@ class SingleTrainer:
         output: Output = self.policy(piece, layout=shape.layout, passes=shape.passes)
         return output
 
-    def _loss_of(self, output: Output, chunk: Batch, batch: Batch, objective: Objective) -> "Ran":
+    def _loss_of(
+        self, output: Output, chunk: Batch, batch: Batch, objective: Objective
+    ) -> "MicroBatchResult":
         """Compute the loss of whole groups, backpropagate it, and return each group's metrics."""
         moved = chunk.to(output.logp.device)
         tokens = int(batch.mask.sum()) / len(batch)
@@ -272,7 +274,9 @@ class SingleTrainer:
         returned = objective(output.logp, moved, *head)
         loss, extras = checked_loss(type(objective).__name__, returned, len(moved), metrics)
         (loss.sum() / len(batch)).backward()  # not loss.mean(): the last chunk may be smaller
-        return Ran({"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding)
+        return MicroBatchResult(
+            {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
+        )
 
     def _check_reference(self, gap: float, step: int) -> None:
         """Raise WrongReference if the mean |log(pi / ref)| is above a limit in the first step."""

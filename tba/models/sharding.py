@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tba.config.schema import read_json
 from tba.config.tables import PolicyTable
 from tba.models import model_path
-from tba.models.cache import layers_of
+from tba.models.forward import layers_of
 from tba.models.lora import load_placed, set_attention
 from tba.models.pretrained import folder_of, load_model
-from tba.weights import Stored, stored_in
+from tba.weights import TensorFile, stored_in
 
 
 def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> None:
@@ -52,7 +52,7 @@ def reshard(root: nn.Module) -> None:
 
 def load_for_ranks(
     policy: PolicyTable, device: str, bf16: bool, dtype: torch.dtype, seed: int
-) -> tuple[Any, dict[str, Stored] | None]:
+) -> tuple[Any, dict[str, TensorFile] | None]:
     """Return the model without values (on "meta"), and the tensors in its files by parameter name.
 
     With an adapter, with custom code, or if its files have other tensors, each rank first loads the
@@ -78,7 +78,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def fill_model(root: nn.Module, model: Any, stored: Mapping[str, Stored], device: str) -> None:
+def fill_model(root: nn.Module, model: Any, stored: Mapping[str, TensorFile], device: str) -> None:
     """Fill a model on "meta" with the values in its files; a rank allocates and reads its part.
 
     Other modules in `root`, such as the head of an objective, start at 0.

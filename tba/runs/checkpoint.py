@@ -29,6 +29,7 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
+from tba.runs.folder import CHECKPOINTS, own_folder, read_evaluations
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -42,7 +43,6 @@ from tba.runs.generations import (
     sha256_of,
     step_of,
 )
-from tba.runs.log import CHECKPOINTS, own_folder, read_evaluations
 from tba.search.prompts import Cursor, SearchState
 from tba.search.result import SearchStats
 from tba.weights import read_weights, write_weights

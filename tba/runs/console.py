@@ -9,7 +9,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from tba.config.schema import Config
-from tba.runs.log import SUMMARY, resumes
+from tba.runs.folder import SUMMARY, resumes
 from tba.runs.metrics import EACH_REWARD, shown
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line is printed before that

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tba.agents.chat import check_stop, encoder, identity
+from tba.agents.environment import check_tools
 from tba.config.errors import about
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import unread
 from tba.prompt import Prompt
-from tba.search.chat import check_stop, encoder, identity
-from tba.search.dialogue import check_tools
 from tba.search.searcher import EvaluationSet
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task

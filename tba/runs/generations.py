@@ -16,7 +16,7 @@ from shlex import quote
 from typing import IO
 
 from tba.config.schema import read_json
-from tba.runs.log import CHECKPOINTS, continues, own_folder
+from tba.runs.folder import CHECKPOINTS, continues, own_folder
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\.?step-\d{8,}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from tba.config.schema import Config
 from tba.config.tables import LogTable
-from tba.runs.log import (
+from tba.runs.folder import (
     IDENTITY,
     METRICS,
     SAMPLES,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from tba.runs.log import (
+from tba.runs.folder import (
     CONFIG,
     LOCK,
     METRICS,

@@ -25,7 +25,7 @@ import torch
 from tba.learn import TrainerSizes
 from tba.prompt import passes
 from tba.replay.buffer import ReplayBuffer
-from tba.runs.log import SESSIONS, SUMMARY, open_plain, write_json
+from tba.runs.folder import SESSIONS, SUMMARY, open_plain, write_json
 from tba.search.result import SearchStats
 from tba.tasks import Task
 from tba.types import Group, lag

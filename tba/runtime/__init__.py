@@ -8,13 +8,13 @@ from typing import Protocol
 from tba.config.tables import RuntimeTable
 from tba.engines import RewardError, SearchError
 from tba.learn import Trainer
+from tba.scoring.verdicts import TRUNCATED
 from tba.search.prompts import PromptStream, SearchState
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
-from tba.search.verdicts import TRUNCATED
 from tba.streams import Use, seed_of
 from tba.types import Group
-from tba.weights import Sent
+from tba.weights import Publication
 
 WINDOW = 64
 """Minimum number of scored samples before rejections count."""
@@ -109,7 +109,7 @@ class Searchers(Protocol):
         They are copied before this returns; the rest may happen in the background.
         """
 
-    def reset_reference(self, sent: Sent) -> None:
+    def reset_reference(self, sent: Publication) -> None:
         """Make these weights the reference of all searches that start from now on.
 
         Except in lockstep, slow searchers may get it later.

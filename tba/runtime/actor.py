@@ -15,7 +15,7 @@ from tba.runtime.placement import Place
 from tba.search.evaluate import EvaluatedPiece, evaluate_piece
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
-from tba.weights import Sent, Weights
+from tba.weights import Publication, Weights
 
 
 class SearcherActor:
@@ -33,8 +33,8 @@ class SearcherActor:
         place: Place,
         bf16: bool,
         folders: Mapping[str, str],
-        receive: Callable[[Sent], Weights],
-        newest: Sent | None,
+        receive: Callable[[Publication], Weights],
+        newest: Publication | None,
     ):
         place.begin()
         self._place = place
@@ -49,7 +49,7 @@ class SearcherActor:
         self._searches = SharedLock()
         self._version = SharedLock()  # held shared while the version must not change
         self._loading = threading.Lock()
-        self._newest: Sent | None = None  # of all weights sent; guarded by `_loading`
+        self._newest: Publication | None = None  # of all weights sent; guarded by `_loading`
         self._counting = threading.Lock()  # guards everything below
         self._unreported = SearchStats()
         self._working = 0
@@ -62,14 +62,18 @@ class SearcherActor:
         self._refuse_wrong()
         return str(ray.get_runtime_context().get_node_id())
 
-    def publish(self, weights: Sent) -> None:
+    def publish(self, weights: Publication) -> None:
         """Load newer weights while searches run."""
         self._enter()
         with self._searches.shared():
             self._load_newest(weights)
 
     def search(
-        self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
+        self,
+        prompts: list[Prompt],
+        seed: int,
+        weights: Publication | None,
+        reference: Publication | None,
     ) -> SearchResult:
         """Search with the newest weights, or with `weights` if those are newer."""
         with self._work(reference), self._searches.shared():
@@ -80,7 +84,9 @@ class SearcherActor:
             self._unreported = SearchStats()
         return result
 
-    def evaluate(self, piece: int, weights: Sent, reference: Sent | None) -> EvaluatedPiece:
+    def evaluate(
+        self, piece: int, weights: Publication, reference: Publication | None
+    ) -> EvaluatedPiece:
         with self._work(reference), self._holding(weights):
             return evaluate_piece(self._searcher, piece)
 
@@ -91,7 +97,7 @@ class SearcherActor:
         torch.set_grad_enabled(False)
 
     @contextmanager
-    def _work(self, reference: Sent | None) -> Iterator[None]:
+    def _work(self, reference: Publication | None) -> Iterator[None]:
         """Wrap work that uses this reference or a newer one; its time counts as busy."""
         self._enter()
         self._count(1)
@@ -111,7 +117,7 @@ class SearcherActor:
             self._working += change
 
     @contextmanager
-    def _holding(self, weights: Sent) -> Iterator[None]:
+    def _holding(self, weights: Publication) -> Iterator[None]:
         """Wrap work that needs exactly these weights until it ends."""
         with self._searches.shared():
             self._load_newest(weights)
@@ -123,7 +129,7 @@ class SearcherActor:
             self._load(weights)
             yield
 
-    def _load_newest(self, weights: Sent | None) -> None:
+    def _load_newest(self, weights: Publication | None) -> None:
         """Load the newest weights sent so far, including `weights`, unless they are loaded."""
         with self._loading:
             newest = self._newest
@@ -133,7 +139,7 @@ class SearcherActor:
                 with self._version.alone():
                     self._load(newest)
 
-    def _load(self, weights: Sent) -> None:
+    def _load(self, weights: Publication) -> None:
         if weights.version == self._searcher.engine.version:
             return
         engine = self._searcher.engine
@@ -155,7 +161,7 @@ class SearcherActor:
         if self._wrong is not None:
             raise self._wrong
 
-    def _load_newer_reference(self, weights: Sent | None) -> None:
+    def _load_newer_reference(self, weights: Publication | None) -> None:
         reference = self._searcher.reference
         if weights is None or weights.version <= reference.version:
             return

@@ -38,7 +38,7 @@ from tba.runtime import placement
 from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
-from tba.weights import Probe, Sent, Weights, as_view
+from tba.weights import Probe, Publication, Weights, as_view
 
 BUCKET = 2**30
 """Maximum bytes of an object with a part of the weights, unless a single tensor has more."""
@@ -82,7 +82,7 @@ class ObjectStore:
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
-    ) -> Sent:
+    ) -> Publication:
         references = []
         bucket: dict[str, np.ndarray] = {}
         held = nbytes = 0
@@ -96,10 +96,10 @@ class ObjectStore:
             held += array.nbytes
             nbytes += array.nbytes
         references.append(self.put(bucket))
-        return Sent(version, Buckets(references, probe), nbytes)
+        return Publication(version, Buckets(references, probe), nbytes)
 
-    def receive(self, sent: Sent) -> Weights:
-        buckets: Buckets = sent.parcel
+    def receive(self, sent: Publication) -> Weights:
+        buckets: Buckets = sent.payload
         arrays: dict[str, np.ndarray] = {}
         try:
             for bucket in ray.get(buckets.references, timeout=self.deadline):

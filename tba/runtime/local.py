@@ -17,7 +17,7 @@ from tba.search.prompts import SearchState
 from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
 from tba.types import Group
-from tba.weights import Sent, Weights
+from tba.weights import Publication, Weights
 
 
 class LocalSearchers:
@@ -98,7 +98,7 @@ class LocalSearchers:
         sent = trainer.send(version)
         self.stats.counts["sync/bytes"] += sent.nbytes
         self.stats.publish_seconds += time.perf_counter() - started
-        self._load(sent.parcel)
+        self._load(sent.payload)
         self.stats.latest["sync/adopted"] = time.perf_counter() - started
 
     def _load(self, weights: Weights) -> None:
@@ -108,10 +108,10 @@ class LocalSearchers:
             self.stats.measured(searcher.load_weights(weights))
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
-    def reset_reference(self, sent: Sent) -> None:
-        self._reference = sent.parcel  # first: a checkpoint needs it even if loading fails
+    def reset_reference(self, sent: Publication) -> None:
+        self._reference = sent.payload  # first: a checkpoint needs it even if loading fails
         with self._work() as searcher:
-            searcher.reference.load_weights(sent.parcel)  # the engine may lend its model
+            searcher.reference.load_weights(sent.payload)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
         with self._work() as searcher:

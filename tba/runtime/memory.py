@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tba.weights import Probe, Sent, Weights, as_view, resend
+from tba.weights import Probe, Publication, Weights, as_view, resend
 
 ALIGNED = 64
 """Alignment in bytes, as in torch."""
@@ -59,7 +59,7 @@ class _Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
+class MappedWeights:
     """Weights in an anonymous file in memory, which this process has opened and mapped.
 
     Unpickling opens the file again, through the process that pickled it. The kernel frees the
@@ -75,12 +75,14 @@ class Mapped:
         return _opened, (os.getpid(), self.file.descriptor, self.arrays, self.probe)
 
 
-def _opened(process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | None) -> Mapped:
+def _opened(
+    process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | None
+) -> MappedWeights:
     opened = _File(os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY))
     # held until it is neither open nor mapped
     fcntl.flock(opened.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     memory = memoryview(mmap.mmap(opened.descriptor, 0, access=mmap.ACCESS_READ))
-    return Mapped(opened, memory, arrays, probe)
+    return MappedWeights(opened, memory, arrays, probe)
 
 
 class MappedArrays(dict[str, np.ndarray]):
@@ -89,7 +91,7 @@ class MappedArrays(dict[str, np.ndarray]):
     Pickles contain no data: another process on this machine maps the file again.
     """
 
-    def __init__(self, mapped: Mapped):
+    def __init__(self, mapped: MappedWeights):
         memory = mapped.memory
         super().__init__(
             {a.name: np.ndarray(a.shape, a.dtype, memory, a.first) for a in mapped.arrays}
@@ -118,7 +120,7 @@ class SharedMemory:
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
-    ) -> Sent:
+    ) -> Publication:
         file = self._file()
         end = ALIGNED  # an empty file cannot be mapped
         nbytes = 0
@@ -133,10 +135,10 @@ class SharedMemory:
         mapped = _opened(os.getpid(), file.descriptor, tuple(arrays), probe)
         with self._choosing:
             self._files = [*self._files, file][-KEPT:]
-        return Sent(version, mapped, nbytes)
+        return Publication(version, mapped, nbytes)
 
-    def receive(self, sent: Sent) -> Weights:
-        mapped: Mapped = sent.parcel
+    def receive(self, sent: Publication) -> Weights:
+        mapped: MappedWeights = sent.payload
         return Weights(sent.version, MappedArrays(mapped), mapped.probe)
 
     def _file(self) -> _File:
@@ -149,7 +151,7 @@ class SharedMemory:
         return _File(os.memfd_create("weights"))
 
 
-def receive_mapped(receive: Callable[[Sent], Weights], sent: Sent) -> Weights:
+def receive_mapped(receive: Callable[[Publication], Weights], sent: Publication) -> Weights:
     """Receive weights so that other processes to which they are sent map them without a copy."""
     weights = receive(sent)
     if isinstance(weights.arrays, MappedArrays):

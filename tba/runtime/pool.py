@@ -20,7 +20,7 @@ from tba.runtime.placement import PUBLICATIONS, PUBLISHED
 from tba.search.evaluate import EvaluatedPiece, join, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
-from tba.weights import Sent
+from tba.weights import Publication
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ Kind = Literal["start", "search", "evaluate", "publish"]
 
 
 @dataclass(eq=False)
-class Evaluating:
+class EvaluationInProgress:
     """Unfinished evaluation of these weights."""
 
-    weights: Sent
+    weights: Publication
     step: int  # at which it was requested
     waiting: deque[int]  # numbers of pieces to hand out
     results: dict[int, EvaluatedPiece] = field(default_factory=dict)  # by piece number
@@ -55,7 +55,7 @@ class Piece:
     """Piece of an evaluation, for any searcher."""
 
     number: int
-    evaluation: Evaluating
+    evaluation: EvaluationInProgress
 
 
 @dataclass(eq=False)
@@ -66,15 +66,15 @@ class SearcherTask:
     ref: Any  # Ray's reference to the result
     prompts: tuple[Prompt, ...] = ()
     piece: Piece | None = None
-    weights: Sent | None = None  # weights sent with it, kept alive until it ends
+    weights: Publication | None = None  # weights sent with it, kept alive until it ends
     published: float = 0.0  # time at which the weights of a publication were published
-    reference: Sent | None = None  # reference that it requires
+    reference: Publication | None = None  # reference that it requires
     began: float | None = None  # when it could start, which started its deadline
     order: int = field(default_factory=count().__next__)  # of creation, among all calls
 
 
 @dataclass(eq=False)
-class Handle:
+class SearcherHandle:
     """Searcher process as the collector sees it."""
 
     slot: Slot
@@ -115,19 +115,23 @@ class Handle:
                 task.began = time.monotonic()
 
     def search(
-        self, prompts: list[Prompt], seed: int, weights: Sent | None, reference: Sent | None
+        self,
+        prompts: list[Prompt],
+        seed: int,
+        weights: Publication | None,
+        reference: Publication | None,
     ) -> None:
         ref = self._call(SEARCH, self.actor.search, prompts, seed, weights, reference)
         self.tasks.append(
             SearcherTask("search", ref, tuple(prompts), weights=weights, reference=reference)
         )
 
-    def evaluate(self, piece: Piece, reference: Sent | None) -> None:
+    def evaluate(self, piece: Piece, reference: Publication | None) -> None:
         weights = piece.evaluation.weights
         ref = self._call(SEARCH, self.actor.evaluate, piece.number, weights, reference)
         self.tasks.append(SearcherTask("evaluate", ref, piece=piece, reference=reference))
 
-    def publish(self, weights: Sent, published: float) -> None:
+    def publish(self, weights: Publication, published: float) -> None:
         self.version = weights.version
         self.sent = time.monotonic()
         ref = self._call(CONTROL, self.actor.publish, weights)
@@ -163,7 +167,7 @@ class Pool:
 
     def __init__(
         self,
-        begin: Callable[[Slot, Sent | None], tuple[Any, Any]],
+        begin: Callable[[Slot, Publication | None], tuple[Any, Any]],
         settings: RuntimeTable,
         calls: Calls,
         clock: Callable[[], float] = time.monotonic,
@@ -182,10 +186,10 @@ class Pool:
         # slots of searchers to start, and when to start them
         self._vacancies: list[tuple[Slot, float]] = []
         self._enough = clock()  # last time at which there were enough searchers
-        self.handles: list[Handle] = []
-        self.newest: Sent | None = None  # weights published last
+        self.handles: list[SearcherHandle] = []
+        self.newest: Publication | None = None  # weights published last
         self.published = 0.0  # when they were published
-        self.newest_reference: Sent | None = None
+        self.newest_reference: Publication | None = None
         self.restarts_left = settings.max_restarts
         self.worked = False  # whether any searcher has started
 
@@ -203,16 +207,16 @@ class Pool:
         actor, ref = self._calls("start a searcher", self._begin, slot, newest)
         version = 0 if newest is None else newest.version
         tasks = [SearcherTask("start", ref, weights=newest)]
-        self.handles.append(Handle(slot, actor, version, tasks, self._calls))
+        self.handles.append(SearcherHandle(slot, actor, version, tasks, self._calls))
 
-    def replace(self, handle: Handle) -> None:
+    def replace(self, handle: SearcherHandle) -> None:
         """End a searcher; `restart` starts another one in its slot."""
         self.restarts_left -= 1
         handle.kill()
         self.handles.remove(handle)
         self._vacancies.append((handle.slot, self._clock()))
 
-    def leave(self, machine: str) -> list[Handle]:
+    def leave(self, machine: str) -> list[SearcherHandle]:
         """End the searchers of a lost machine, and ask Ray for room on others."""
         self.restarts_left -= 1
         ended = [handle for handle in self.handles if handle.machine == machine]
@@ -239,7 +243,7 @@ class Pool:
                 self._vacancies.append((slot, now + LOOK))
         self._check_enough()
 
-    def running(self) -> list[Handle]:
+    def running(self) -> list[SearcherHandle]:
         """Return the searchers that have started."""
         return [handle for handle in self.handles if not handle.has("start")]
 
@@ -259,16 +263,16 @@ class Pool:
                 " ones), or lower it"
             )
 
-    def least_busy_first(self) -> list[Handle]:
+    def least_busy_first(self) -> list[SearcherHandle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))
 
-    def tasks(self) -> dict[Any, tuple[Handle, SearcherTask]]:
+    def tasks(self) -> dict[Any, tuple[SearcherHandle, SearcherTask]]:
         """Start the deadlines that are due, and return all open calls by their Ray reference."""
         for handle in self.handles:
             handle.begin(self._settings.concurrent_searches)
         return {task.ref: (handle, task) for handle in self.handles for task in handle.tasks}
 
-    def late(self) -> dict[Handle, str]:
+    def late(self) -> dict[SearcherHandle, str]:
         """Return the searchers that have missed a deadline, with a description of it."""
         late = {}
         for handle in self.handles:
@@ -309,11 +313,11 @@ class Evaluations:
 
     def __init__(self, setup: SearchSetup):
         self._count = len(pieces(setup))
-        self.open: list[Evaluating] = []  # in the order in which they were requested
+        self.open: list[EvaluationInProgress] = []  # in the order in which they were requested
         self._ended: list[Evaluation] = []
         self.left_out = 0  # evaluations that were replaced
 
-    def request(self, weights: Sent, step: int) -> None:
+    def request(self, weights: Publication, step: int) -> None:
         if len(self.open) > 1 and len(self.open[-1].waiting) == self._count:
             replaced = self.open.pop()
             self._ended.append(Evaluation(replaced.weights.version, {}, [], replaced.step))
@@ -323,7 +327,7 @@ class Evaluations:
                     "searchers are slower than eval.every: an evaluation that has not started is"
                     " left out when the next one is due"
                 )
-        self.open.append(Evaluating(weights, step, deque(range(self._count))))
+        self.open.append(EvaluationInProgress(weights, step, deque(range(self._count))))
 
     def handed_out(self) -> bool:
         """Return whether all pieces of the requested evaluations have been handed out."""

@@ -9,7 +9,7 @@
       load              -->     state.load: each rank reads its shard of each tensor
 
 If a rank dies, raises or is late, all ranks end, because the others would wait for it. The run then
-continues from its newest checkpoint, with new ranks and new searchers (tba/assemble.py).
+continues from its newest checkpoint, with new ranks and new searchers (tba/open.py).
 
 Ranks meet in a folder that only this user can enter. All users can reach their ports, so they
 exchange no pickles.
@@ -36,12 +36,12 @@ from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
 from tba.learn import TrainerLost, TrainerSizes, WrongReference
-from tba.learn.trainer import Ran, SingleTrainer, TrainerSetup
+from tba.learn.trainer import MicroBatchResult, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch, NotFinite
-from tba.weights import Sent, Transport
+from tba.weights import Publication, Transport
 
 Errors = tuple[type[Exception], ...]
 """Types of errors that a rank survives: they are re-raised unchanged."""
@@ -66,7 +66,7 @@ class RankActor:
         self._folders = folders
         self._trainer: SingleTrainer
         self._write: Callable[[], None] = lambda: None
-        self._sent: Sent | None = None  # kept alive until the train loop has opened it
+        self._sent: Publication | None = None  # kept alive until the train loop has opened it
 
     def start(
         self, setup: TrainerSetup, transport: Transport, meeting: str, deadline: float, rank: int
@@ -97,11 +97,11 @@ class RankActor:
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         return self._trainer.step(batch, step)
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> Publication:
         self._sent = self._trainer.send(version)
         return self._sent
 
-    def reference(self, version: int) -> Sent:
+    def reference(self, version: int) -> Publication:
         self._sent = self._trainer.reference(version)
         return self._sent
 
@@ -117,7 +117,7 @@ class RankActor:
         self._trainer.load(folder)
 
 
-def _gather(ran: Sequence[Ran]) -> list[Ran]:
+def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     """Return the results of all ranks, exchanged as JSON in tensors, which cannot run code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     text = json.dumps(_plain(ran)).encode()
@@ -132,11 +132,11 @@ def _gather(ran: Sequence[Ran]) -> list[Ran]:
     for each in every:
         for metrics, tokens, padding in json.loads(each.cpu().numpy().tobytes()):
             tensors = {name: torch.tensor(values) for name, values in metrics.items()}
-            gathered.append(Ran(tensors, tokens, padding))
+            gathered.append(MicroBatchResult(tensors, tokens, padding))
     return gathered
 
 
-def _plain(ran: Sequence[Ran]) -> list[tuple[dict[str, list[float]], int, int]]:
+def _plain(ran: Sequence[MicroBatchResult]) -> list[tuple[dict[str, list[float]], int, int]]:
     """Return the results as plain numbers, in one transfer: each transfer waits for the GPU."""
     tensors = [metric.double() for each in ran for metric in each.metrics.values()]
     numbers = iter(torch.cat(tensors).tolist() if tensors else [])
@@ -188,17 +188,17 @@ class ShardedTrainer:
         metrics["step_time"] = time.perf_counter() - started
         return metrics
 
-    def send(self, version: int) -> Sent:
-        sent: Sent = self._call("send", "publish", version, passed=(NotFinite,))[0]
+    def send(self, version: int) -> Publication:
+        sent: Publication = self._call("send", "publish", version, passed=(NotFinite,))[0]
         return sent
 
-    def copy(self, version: int) -> Callable[[], Sent]:
+    def copy(self, version: int) -> Callable[[], Publication]:
         """Send at once: gathering tensors needs all ranks, and cannot overlap with their steps."""
         sent = self.send(version)
         return lambda: sent
 
-    def reference(self, version: int) -> Sent:
-        sent: Sent = self._call("reference", "send a reference", version)[0]
+    def reference(self, version: int) -> Publication:
+        sent: Publication = self._call("reference", "send a reference", version)[0]
         return sent
 
     def save(self, folder: Path) -> Callable[[], None]:

@@ -51,8 +51,8 @@ from tba.runtime.pool import (
     POLL,
     SEARCH,
     Evaluations,
-    Handle,
     Pool,
+    SearcherHandle,
     SearcherTask,
     ended,
     received,
@@ -60,7 +60,7 @@ from tba.runtime.pool import (
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.types import Group, NotFinite
-from tba.weights import Sent, Weights, resend
+from tba.weights import Publication, Weights, resend
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RaySearchers:
         bf16: bool,
         stopping: Callable[[], bool],
         state: SearchState,
-        newest: Sent | None,
+        newest: Publication | None,
     ):
         self._job = job
         self._settings = job.settings
@@ -108,12 +108,12 @@ class RaySearchers:
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
-    def _begin(self, slot: Slot, newest: Sent | None) -> tuple[Any, Any]:
+    def _begin(self, slot: Slot, newest: Publication | None) -> tuple[Any, Any]:
         """Start a searcher; return it, and Ray's reference to its machine's id once started."""
         options = {**slot.options, "max_restarts": 0}
         options["concurrency_groups"] = {SEARCH: self._settings.concurrent_searches, CONTROL: 2}
         start: Any = ray.remote(**options)(SearcherActor)
-        receive: Callable[[Sent], Weights] = self._transport.receive
+        receive: Callable[[Publication], Weights] = self._transport.receive
         if self._job.setup.config.engine.options.get("tensor_parallel_size", 1) > 1:
             receive = partial(receive_mapped, receive)
         actor = start.remote(
@@ -169,7 +169,7 @@ class RaySearchers:
             published = time.monotonic()
             self._publish(trainer.send(version), published)
 
-    def _publish(self, sent: Sent, published: float) -> None:
+    def _publish(self, sent: Publication, published: float) -> None:
         """Send weights, published at this time, to all searchers that accept them now."""
         with self._changed:
             self._pool.newest = sent
@@ -190,7 +190,7 @@ class RaySearchers:
         if self._failure is not None:
             raise self._failure
 
-    def reset_reference(self, sent: Sent) -> None:
+    def reset_reference(self, sent: Publication) -> None:
         # a checkpoint needs it even if Ray is lost
         weights = self._calls("return the reference", self._transport.receive, sent)
         with self._changed:
@@ -312,7 +312,7 @@ class RaySearchers:
         share = -(-self._requested // len(self._pool.handles))
         return max(0, min(most, share, self._owed))
 
-    def _receive(self, handle: Handle, task: SearcherTask) -> None:
+    def _receive(self, handle: SearcherHandle, task: SearcherTask) -> None:
         try:
             result = self._calls("return a result", received, task.ref)
         except EngineError as error:
@@ -347,7 +347,7 @@ class RaySearchers:
                 self._evaluations.done(task.piece, result)
             self._changed.notify_all()
 
-    def _restart(self, handle: Handle, why: str) -> None:
+    def _restart(self, handle: SearcherHandle, why: str) -> None:
         """Replace a searcher, or all searchers of a lost machine; issue their tasks again.
         Late results of the old searchers are dropped."""
         machine = handle.machine
@@ -393,14 +393,16 @@ class Publisher:
 
     def __init__(
         self,
-        publish: Callable[[Sent, float], None],
+        publish: Callable[[Publication, float], None],
         fail: Callable[[Exception], None],
         deadline: float,
     ):
         self._publish = publish
         self._fail = fail
         self._deadline = deadline
-        self._waiting: Queue[tuple[Callable[[], Sent], float] | None] = Queue()  # at most one
+        self._waiting: Queue[tuple[Callable[[], Publication], float] | None] = (
+            Queue()
+        )  # at most one
         self._sending_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()

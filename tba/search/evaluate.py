@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from tba.agents.chat import shown
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt, passes
-from tba.search.chat import shown
+from tba.scoring.responses import Responses
+from tba.scoring.verdicts import Rejected, Verdict
 from tba.search.reference import Reference
-from tba.search.result import EvaluatedAnswer, Evaluation, Mode, Responses
+from tba.search.result import EvaluatedAnswer, Evaluation, Mode
 from tba.search.searcher import MOST_OF_TASK, Searcher, SearchSetup
-from tba.search.verdicts import Rejected, Verdict
 from tba.streams import Use, seed_of
 from tba.tasks import Itemized
 from tba.types import Sampling

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tba.agents.endpoint import Agents
+from tba.agents.environment import Dialogues
 from tba.config import tables
 from tba.config.plugins import resolve
 from tba.config.schema import Config
@@ -18,13 +20,12 @@ from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
-from tba.search.agents import Agents
-from tba.search.dialogue import Dialogues
+from tba.scoring.responses import Responses
+from tba.scoring.scoring import Scoring, ScoringProcess
+from tba.scoring.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.search.reference import AdapterReference, EngineReference, Reference
-from tba.search.result import Responses, SearchResult, SearchStats
-from tba.search.scoring import Scoring, ScoringProcess
+from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
-from tba.search.verdicts import DIED, Rejected, Verdict, settle_truncated
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Program
 from tba.tasks._memory import Functions, build_task

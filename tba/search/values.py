@@ -11,7 +11,7 @@ from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
-from tba.search.verdicts import Rejected, Verdict, settle_truncated
+from tba.scoring.verdicts import Rejected, Verdict, settle_truncated
 from tba.streams import Use, seed_of
 from tba.types import Completion, Group, Sampling, Trajectory
 

@@ -28,7 +28,7 @@ class Selection(Protocol):
 
 
 @dataclass
-class Counted:
+class CountedSelection:
     """A selection that depends on the seed and the number of earlier choices only."""
 
     prompts: Sequence[Prompt] = field(metadata=FILLED_IN)

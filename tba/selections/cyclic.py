@@ -3,11 +3,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.prompt import Prompt
-from tba.selections import Counted
+from tba.selections import CountedSelection
 
 
 @dataclass
-class Cyclic(Counted):
+class Cyclic(CountedSelection):
     """All prompts in turn, reshuffled in each epoch."""
 
     def choose(self, count: int) -> list[Prompt]:

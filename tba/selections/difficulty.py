@@ -5,7 +5,7 @@ import numpy as np
 
 from tba.config.tables import Share
 from tba.prompt import Prompt, passes
-from tba.selections import Counted
+from tba.selections import CountedSelection
 
 if TYPE_CHECKING:
     from tba.types import Group
@@ -17,7 +17,7 @@ PRIOR = (1.0, 1.0)
 
 
 @dataclass
-class Difficulty(Counted):
+class Difficulty(CountedSelection):
     """Prompts with a predicted success rate near `target`, from a random pool.
 
     MoPPS (arXiv 2507.04632): the success rate of each prompt has a Beta posterior, from which it is

@@ -5,14 +5,14 @@ import numpy as np
 
 from tba.config.tables import PositiveFloat
 from tba.prompt import Prompt
-from tba.selections import Counted
+from tba.selections import CountedSelection
 
 if TYPE_CHECKING:
     from tba.types import Group
 
 
 @dataclass
-class LogZ(Counted):
+class LogZ(CountedSelection):
     """Prompts with beta log Z, their difficulty in trajectory balance, near `target`.
 
     Each group estimates beta log Z by mean_j (r_j - beta (log mu - log ref)_j), where mu sampled

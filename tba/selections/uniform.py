@@ -3,11 +3,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.prompt import Prompt
-from tba.selections import Counted
+from tba.selections import CountedSelection
 
 
 @dataclass
-class Uniform(Counted):
+class Uniform(CountedSelection):
     """Prompts drawn uniformly, with replacement."""
 
     def choose(self, count: int) -> list[Prompt]:

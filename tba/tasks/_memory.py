@@ -25,7 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True, repr=False)
-class Passed:
+class InMemoryData:
     """Rows and reward functions that were passed from Python."""
 
     rows: Mapping[str, Rows]
@@ -69,12 +69,12 @@ class Passed:
             file.write_text(text, encoding="utf-8")
 
 
-def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | None:
+def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> InMemoryData | None:
     """Check the objects that were passed from Python; return None if there are none."""
     given = {"data": data, "held_out_data": held_out_data}
     rows = {option: to_rows(option, each) for option, each in given.items() if each is not None}
     if reward is None:
-        return Passed(rows) if rows else None
+        return InMemoryData(rows) if rows else None
     functions = tuple(reward) if isinstance(reward, list | tuple) else (reward,)
     for function in functions:
         if inspect.isclass(function) or not callable(function):
@@ -83,7 +83,7 @@ def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> Passed | N
                 " package.module:function or file.py:function, set task.reward in the config; of a"
                 " class, pass an instance"
             )
-    return Passed(rows, functions)
+    return InMemoryData(rows, functions)
 
 
 def build_task(plugin: Plugin, functions: Functions | None, device: str | None = None) -> Task:

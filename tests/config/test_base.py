@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import tba
-from tba.assemble import run
 from tba.cli import _config, evaluate, export, train
 from tba.config.schema import load
-from tba.runs.checks import placed
-from tba.runs.log import CONFIG, SUMMARY, flat
+from tba.open import run
+from tba.runs.folder import CONFIG, SUMMARY, flat
+from tba.setup.checks import placed
 
 CONFIG_TOML = """
 [run]

@@ -11,7 +11,7 @@ from build import ROOT, environment, python_with_trl
 from tba.config.plugins import find, names, options_of, resolve_all
 from tba.config.schema import NEAREST, NONE, PLACES, Config, counterpart, inner_table, load
 from tba.config.tables import PLUGGED, LoraTable
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 
 NAME = re.compile(r"`(?:[\w.]+\()?(\w+).*?`")  # model in `GRPOTrainer(model=…)`
 NAMES = ("right", "soft_overlong_punishment_reward")

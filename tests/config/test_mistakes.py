@@ -18,7 +18,7 @@ import tba.config.errors
 from tba.cli import main
 from tba.config.schema import Config
 from tba.engines import RewardError
-from tba.runs import checks
+from tba.setup import checks
 
 OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
 

@@ -10,16 +10,16 @@ import pytest
 from build import config
 from toy import Ones
 
-from tba.assemble import run
 from tba.config.errors import is_secret
 from tba.config.plugins import options_of, resolve, with_defaults
 from tba.config.schema import Config, load
 from tba.config.tables import Use
-from tba.report import report
-from tba.runs.offline import export
-from tba.search.process import environment
-from tba.search.verdicts import rejection
+from tba.offline.eval import export
+from tba.open import run
+from tba.scoring.process import environment
+from tba.scoring.verdicts import rejection
 from tba.tasks.custom import reward_function
+from tba.tools.report import report
 
 CANARY = "canary-4711"
 

@@ -14,12 +14,12 @@ from build import FAMILIES, make, resumes_exactly
 from peft import LoraConfig, inject_adapter_in_model
 
 import tba.learn.plan
-import tba.runs.setup
+import tba.setup.setup
 from tba.config.schema import load
 from tba.learn.checks import warm_up
 from tba.learn.policy import Policy
-from tba.models.cache import compile_layers, enable_gradient_checkpointing
-from tba.runs.setup import check
+from tba.models.forward import compile_layers, enable_gradient_checkpointing
+from tba.setup.setup import check
 from tba.types import TokenBatch, collate_tokens
 
 
@@ -139,7 +139,7 @@ def test_a_resumed_run_compiles_the_same_programs(tiny_model, tmp_path, compiler
         warm_up(policy, context)
         torch.compiler.set_stance("fail_on_recompile")
 
-    monkeypatch.setattr(tba.runs.setup, "warm_up", from_scratch)
+    monkeypatch.setattr(tba.setup.setup, "warm_up", from_scratch)
     resumes_exactly(tiny_model, tmp_path, "trainer.compile=true")
 
 

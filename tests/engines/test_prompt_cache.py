@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from tba.engines.transformers import Copied, Shared, decoder, run_prompts
-from tba.models.cache import takes_masks
+from tba.models.forward import takes_masks
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 KEPT = [[0, 1, 2, 4, 6, 8], [0, 1, 3, 5], [1, 3]]

@@ -12,15 +12,15 @@ from exact import toy_config
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import tba.assemble
+import tba.open
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines._choice import StopStrings
 from tba.engines.scripted import length_to_stop
 from tba.models.pretrained import Tokenizer, load_text
-from tba.runs.checks import check_resumed
-from tba.runs.log import METRICS, SAMPLES, read
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, SAMPLES, read
+from tba.setup.checks import check_resumed
+from tba.setup.setup import check
 
 
 def text_of(vocabulary: Sequence[str], decoder: Any) -> Tokenizer:
@@ -125,7 +125,7 @@ def test_a_run_reads_answers_up_to_the_stop_string(tiny_model, tmp_path):
     few += ["sampling.max_tokens=9", "eval.prompts=1", "log.sample_every=1", "task=toy.Ones"]
     vine = ["objective=vineppo", "objective.step_tokens=1", "objective.rollouts=1"]
     config = toy_config(tiny_model, tmp_path / "run", *texts, *few, *vine)
-    with tba.assemble.open_run(config) as run:
+    with tba.open.open_run(config) as run:
         run.train()
     rows = read(tmp_path / "run" / SAMPLES)
     assert {row["kind"] for row in rows} == {"train", "eval"}

@@ -21,7 +21,6 @@ import pytest
 import torch
 from build import pack
 
-from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines import vllm
@@ -31,8 +30,9 @@ from tba.learn.policy import Policy
 from tba.learn.publish import RESPONSE, prompt_length
 from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
-from tba.runs.log import METRICS, read
-from tba.runs.setup import check
+from tba.open import run
+from tba.runs.folder import METRICS, read
+from tba.setup.setup import check
 from tba.types import Completion, Sampling, collate_tokens
 from tba.weights import Probe, Weights, trained
 

@@ -9,7 +9,7 @@ import pytest
 import tba
 from tba.cli import train
 from tba.config.schema import load
-from tba.runs.setup import check
+from tba.setup.setup import check
 
 ROOT = Path(__file__).parents[2]
 NEEDS = {

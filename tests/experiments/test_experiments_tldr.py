@@ -14,7 +14,7 @@ import tba
 from tba.cli import main
 from tba.config.plugins import resolve
 from tba.config.schema import Config, load
-from tba.studies.study import check_study, read_study
+from tba.tools.study import check_study, read_study
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS, STUDIES = ROOT / "experiments", ROOT / "studies" / "tldr"

@@ -16,9 +16,9 @@ from tba.cli import train
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
-from tba.runs.rollouts import read_rollouts
-from tba.runs.setup import check
-from tba.studies.study import check_study, read_study
+from tba.offline.rollouts import read_rollouts
+from tba.setup.setup import check
+from tba.tools.study import check_study, read_study
 
 ROOT = Path(__file__).parents[2]
 FILES = {name: ROOT / f"experiments/redteam_{name}.toml" for name in ("gpt2", "llama1b")}

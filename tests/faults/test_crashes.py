@@ -15,13 +15,13 @@ from build import Slow, as_settings, config, end_alike
 from build import file_names as names
 from suite import Case, cases, forked
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import Config
+from tba.open import run
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import FORMAT, STATE, Checkpoints, newest, restore
+from tba.runs.folder import CHECKPOINTS
 from tba.runs.generations import damage, files_of, generations
-from tba.runs.log import CHECKPOINTS
 
 EXIT = 9
 SAVES = ("eval.prompts=0", "checkpoint.every=1", "checkpoint.keep=1", "log.sample_every=1")

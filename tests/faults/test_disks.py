@@ -13,11 +13,11 @@ import pytest
 from build import as_settings, config
 from suite import carry_out, cases, forked, until
 
-from tba.assemble import run
 from tba.cli import _config
+from tba.open import run
 from tba.runs.checkpoint import newest
+from tba.runs.folder import CHECKPOINTS
 from tba.runs.generations import damage, generations
-from tba.runs.log import CHECKPOINTS
 
 STEPS = 60
 SETTINGS = ("eval.prompts=0", "checkpoint.every=2", "log.sample_every=1", f"run.steps={STEPS}")

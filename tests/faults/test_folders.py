@@ -13,18 +13,18 @@ import pytest
 from build import as_settings, config
 from suite import FORKS, carry_out, cases, forked, source_nodes, until
 
-from tba.assemble import run
 from tba.cli import _config
-from tba.report import report
+from tba.open import run
+from tba.runs.folder import CHECKPOINTS, HOLDER, LOCK, METRICS, read
 from tba.runs.generations import generations
-from tba.runs.log import CHECKPOINTS, HOLDER, LOCK, METRICS, read
+from tba.tools.report import report
 
 REFUSED = 7
 
 
 def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
     """Carry out a run when all have started; leave with a code of its own if refused."""
-    import tba.assemble  # before the start
+    import tba.open  # before the start
 
     start.wait(60)
     try:
@@ -32,7 +32,7 @@ def compete(settings: list[str], resume: Path | None, start: Barrier) -> None:
     except ValueError as error:
         assert "is in use by process" in str(error) or "holds a run already" in str(error)
         os._exit(REFUSED)
-    assert tba.assemble
+    assert tba.open
 
 
 @cases(22, full=25)
@@ -64,9 +64,9 @@ def test_one_of_several_runs_in_a_folder_wins(case, tiny_model, tmp_path):
 
 PICKLES = {
     "tba/runtime/memory.py": "weights for searchers; the pickle goes with the call to them",
-    "tba/search/child.py": "requests of the searcher, through a socket that only it has",
-    "tba/search/dialogue.py": "environments for the scoring process of the same run",
-    "tba/search/scoring.py": "writes these requests",
+    "tba/scoring/child.py": "requests of the searcher, through a socket that only it has",
+    "tba/agents/environment.py": "environments for the scoring process of the same run",
+    "tba/scoring/scoring.py": "writes these requests",
     "tba/search/searcher.py": "functions that were passed from Python, never from a file",
     "tba/tasks/_memory.py": "writes these functions",
 }

@@ -12,14 +12,14 @@ from build import config, data
 from build import isolation_reasons as reasons
 from suite import alive, cases, until
 
-from tba.assemble import open_run
 from tba.cli import _config
 from tba.config.schema import Config
+from tba.open import open_run
 from tba.prompt import Answer, Prompt
-from tba.report import report
-from tba.runs.log import METRICS, SAMPLES, read
-from tba.search.scoring import Scoring, ScoringProcess
+from tba.runs.folder import METRICS, SAMPLES, read
+from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.tasks.custom import Custom
+from tba.tools.report import report
 
 REWARD = str(Path(hostile.__file__))
 DEADLINE = 3.0

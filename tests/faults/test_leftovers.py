@@ -17,8 +17,8 @@ from build import ENVIRONMENT, HOME, WATCHER, as_settings, children, goes_on, st
 from build import ray_config as config
 from suite import Case, alive, cases, command_of, until
 
+from tba.runs.folder import CHECKPOINTS
 from tba.runs.generations import damage, generations
-from tba.runs.log import CHECKPOINTS
 
 MEMORY = Path("/dev/shm")
 TRAIN = """

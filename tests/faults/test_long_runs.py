@@ -14,13 +14,13 @@ from build import as_settings, config, conserved, goes_on, ray_config
 from fakes import count
 from suite import carry_out, cases, forked
 
-from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.engines import EngineError, SearchError
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
+from tba.open import open_run, run
+from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import damage, generations
-from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 

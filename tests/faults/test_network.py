@@ -20,7 +20,7 @@ from suite import FULL, Case, cases, command_of, until
 
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
-from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runs.folder import CHECKPOINTS, METRICS, read
 
 HEAD, OTHER = "10.77.0.1", "10.77.0.2"
 RAY = Path(sys.executable).parent / "ray"

@@ -15,7 +15,6 @@ from build import rewards_reasons as reasons
 from suite import Case, cases
 from torch import Tensor
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.plugins import Plugin
 from tba.config.tables import PolicyTable
@@ -24,10 +23,11 @@ from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.objectives import Loss
 from tba.objectives.tb import TrajectoryBalance
+from tba.open import run
 from tba.replay.buffer import ReplayBuffer
+from tba.runs.folder import CHECKPOINTS
 from tba.runs.generations import damage, generations
-from tba.runs.log import CHECKPOINTS
-from tba.runs.setup import check
+from tba.setup.setup import check
 from tba.types import Batch, NotFinite
 from tba.weights import Weights
 
@@ -124,7 +124,7 @@ def in_published_weights(wrong: float, model: Path, batch: Batch, case: Case) ->
     parts = check(config(model, Path("nowhere"), "eval.prompts=0"))
     t, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
     t.step(batch, 0)
-    sound = t.send(version=1).parcel
+    sound = t.send(version=1).payload
     name = case.pick([n for n, a in sound.arrays.items() if "norm" in n])
     arrays = {n: np.array(a) for n, a in sound.arrays.items()}
     arrays[name].flat[int(case.rng.integers(arrays[name].size))] = wrong
@@ -205,10 +205,10 @@ def test_torn_weights_are_refused_or_show_in_the_gap(case, tiny_model, batch):
     tear = TORN[case.index % len(TORN)]
     parts = check(config(tiny_model, Path("nowhere"), "eval.prompts=0", "engine.max_logp_gap=1e-4"))
     t, searcher = parts.trainer("cpu"), parts.search_setup().build("cpu", False)
-    old = t.send(version=0).parcel
+    old = t.send(version=0).payload
     for step in range(5 + case.index // len(TORN)):
         t.step(batch, step)
-    sound = t.send(version=5).parcel
+    sound = t.send(version=5).payload
     gap = searcher.load_weights(sound)
     assert gap is not None and gap < 1e-5
     before = [p.detach().clone() for p in searcher.engine.model.parameters()]

@@ -12,13 +12,13 @@ from build import children, conserved, goes_on, nothing_is_left, ray_config, ste
 from suite import cases, command_of
 
 import tba
-from tba.assemble import run
 from tba.config.schema import Config
 from tba.learn import TrainerLost
+from tba.open import run
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
+from tba.runs.folder import CHECKPOINTS, METRICS, WARNINGS, read
 from tba.runs.generations import damage, generations, step_of
-from tba.runs.log import CHECKPOINTS, METRICS, WARNINGS, read
 from tba.runs.summary import Summary
 from tba.runtime import ranks
 

@@ -13,12 +13,12 @@ from build import config, end_alike, newest_files, ray_config, replayed
 from suite import cases, source_nodes
 from toy import Ones
 
-from tba.assemble import open_run, run
 from tba.cli import _config
+from tba.open import open_run, run
 from tba.prompt import Answer, Prompt
 from tba.run import Run
+from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import generations, path_of
-from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.runtime.ray import RaySearchers
 
 STEPS = 30
@@ -134,9 +134,9 @@ def test_a_clock_that_jumps_changes_nothing(case, tiny_model, tmp_path, monkeypa
 
 WALL_CLOCK = {
     "tba/runs/state.py": "how long ago a run was written to",
-    "tba/runs/log.py": "the name of a new folder, and since when a folder is held",
+    "tba/runs/folder.py": "the name of a new folder, and since when a folder is held",
     "tba/runs/summary.py": "when a session began, to be read by a person",
-    "tba/search/wire.py": "when a reply was made, as OpenAI's API says it",
+    "tba/agents/wire.py": "when a reply was made, as OpenAI's API says it",
 }
 
 

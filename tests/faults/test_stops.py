@@ -10,10 +10,10 @@ import torch
 from build import as_settings, config, newest_files, replayed
 from suite import carry_out, cases, forked, until
 
-from tba.assemble import run
 from tba.cli import _config
+from tba.open import run
+from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import damage, generations
-from tba.runs.log import CHECKPOINTS, METRICS, read
 from tba.runs.stop import TWICE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

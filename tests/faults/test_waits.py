@@ -16,20 +16,20 @@ from build import save_checkpoint as save
 from fakes import Given
 from suite import cases
 
-from tba.assemble import open_run
 from tba.engines import EngineError
 from tba.engines._batch import Batch
+from tba.open import open_run
 from tba.runs.checkpoint import Checkpoints
-from tba.runs.log import locked
-from tba.runs.setup import check
+from tba.runs.folder import locked
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, ClusterLostError, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.ray import Publisher
+from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
-from tba.search.scoring import Scoring, ScoringProcess
+from tba.setup.setup import check
 from tba.tasks import within
 from tba.tasks.custom import Custom
 
@@ -164,10 +164,10 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     bind_ray(None)
     from tba.runtime import ray
     from tba.runtime.cluster import Slot
-    from tba.runtime.pool import Handle, Pool
+    from tba.runtime.pool import Pool, SearcherHandle
 
     def start(pool: Pool, slot: Slot) -> None:
-        pool.handles.append(Handle(slot, MagicMock(), 0, [], calls))
+        pool.handles.append(SearcherHandle(slot, MagicMock(), 0, [], calls))
 
     def none_ended(refs: list[Any]) -> list[Any]:
         time.sleep(0.01)

@@ -145,7 +145,7 @@ def test_the_first_rank_sends_whole_tensors_between_steps(settings, make_model, 
     assert others == [None] * 4
     own = trainer(model, *settings, STILL)
     gradients(own, [batch], [10_000])
-    expected = [own.send(2).parcel, own.reference(2).parcel] * 2
+    expected = [own.send(2).payload, own.reference(2).payload] * 2
     for weights, exact in zip(ours, expected, strict=True):
         assert weights.arrays.keys() == exact.arrays.keys()
         for name, array in exact.arrays.items():

@@ -12,7 +12,7 @@ from tba.config.plugins import Plugin, names, resolve
 from tba.config.schema import Config
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer, TrainerSetup
-from tba.models.cache import enable_gradient_checkpointing
+from tba.models.forward import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.objectives.tb import TrajectoryBalance
 from tba.types import Batch

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
 from tba.models.sharding import shard
-from tba.runs.memory import Needs, planned_machine
+from tba.setup.memory import MemoryEstimate, planned_machine
 
 RANKS = 64
 RANK = 3
@@ -90,7 +90,7 @@ def test_a_step_of_one_rank_of_64(model, alone):
     settings = [f"policy.model={model}", "task=toy.Ones", f"trainer.devices={RANKS}"]
     sizes = ("trainer.batch_size=390", "trainer.group_size=3", "sampling.samples=3")
     config = with_defaults(load(None, [*settings, *sizes]))
-    needs = Needs.of(config, planned_machine("65x80"), prompt=5)
+    needs = MemoryEstimate.of(config, planned_machine("65x80"), prompt=5)
     assert held == needs.state()
     assert sum(held.values()) == 16 * numbers / RANKS
 

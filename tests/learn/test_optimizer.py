@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tba.config.schema import load
 from tba.learn.optimizer import REST, Split, SplitAdamW, Sums, _divide, _joined, _random_rest
-from tba.runs.checks import check_resumed
 from tba.runs.generations import generations
-from tba.runs.setup import check
+from tba.setup.checks import check_resumed
+from tba.setup.setup import check
 from tba.types import collate
 
 BUNDLED = Path("bundled:arithmetic")
@@ -225,7 +225,7 @@ def test_what_does_not_work_together_is_refused(settings, message):
 
 
 def test_8_bits_without_bitsandbytes_are_refused_before_the_start(monkeypatch):
-    monkeypatch.setattr("tba.runs.setup.find_spec", lambda name: None)
+    monkeypatch.setattr("tba.setup.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"need bitsandbytes: type pip install 'tba\[quantised\]'"):
         check(load(None, ["trainer.optimizer=adamw_8bit"]))
 

@@ -10,10 +10,10 @@ from build import FAMILIES, WIDE, make
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tba.learn.policy
-import tba.models.cache
+import tba.models.forward
 from tba.learn import plan
 from tba.learn.policy import Policy, TokenLogp
-from tba.models.cache import enable_gradient_checkpointing
+from tba.models.forward import enable_gradient_checkpointing
 from tba.objectives import Head
 from tba.types import Batch, collate_tokens
 
@@ -71,7 +71,7 @@ def test_equals_the_models_own_logits(family, batch):
 def test_chunked_head_changes_nothing(blocks, batch, monkeypatch):
     """Three tokens at a time, with as many chunks in a block of gradients as `blocks` allows."""
     expected = by_autograd(Policy(make("llama"), 0.7), batch)
-    monkeypatch.setitem(tba.models.cache.LOGITS_AT_ONCE, "cpu", 14 * 3)
+    monkeypatch.setitem(tba.models.forward.LOGITS_AT_ONCE, "cpu", 14 * 3)
     monkeypatch.setattr(tba.learn.policy, "SLOPES_AT_ONCE", blocks)
     monkeypatch.setattr(tba.learn.policy, "ROWS_AT_ONCE", 5)
     policy = Policy(make("llama"), 0.7)

@@ -71,12 +71,12 @@ def test_a_short_context_shortens_the_prompt(batch, context, length):
 
 def test_a_probe_has_the_log_probs_of_the_new_weights(tiny_model, batch):
     t = trainer(tiny_model)
-    first = t.send(version=0).parcel.probe  # before the first step
+    first = t.send(version=0).payload.probe  # before the first step
     assert first is not None and len(first.tokens) == RESPONSE
     text = "".join(VOCABULARY[i] for i in [*first.prompt_tokens, *first.tokens])
     assert "0+1=" in text  # the prompts
     t.step(batch, 0)
-    probe = t.send(version=1).parcel.probe
+    probe = t.send(version=1).payload.probe
     assert probe is not None and len(probe.logp) == len(probe.tokens) == RESPONSE
     logp = t.policy.logp(probe_tokens(sequences_of(batch), t.setup.context))[0, 0].detach().numpy()
     np.testing.assert_array_equal(probe.logp, logp)

@@ -9,11 +9,11 @@ import torch
 from build import config, newest_files, replayed
 from exact import log_probs
 
-from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.engines import SearchError
 from tba.learn import Trainer
-from tba.runs.log import METRICS, read
+from tba.open import open_run, run
+from tba.runs.folder import METRICS, read
 from tba.runtime.local import LocalSearchers
 from tba.types import Group, collate
 

@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import tba.learn.policy
-import tba.runs.setup
+import tba.setup.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.learn import WrongReference, plan
 from tba.learn.checks import check_lengths
 from tba.learn.trainer import _group_metrics
-from tba.models.cache import attention_mask, select
+from tba.models.forward import attention_mask, select
 from tba.objectives import Objective
-from tba.runs.setup import check
+from tba.setup.setup import check
 from tba.types import Batch, StepError, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights
 
@@ -300,12 +300,12 @@ def test_weights_arrive_whole(tiny_model, batch, bf16):
     engine = parts.search_setup().build("cpu", False).engine
     for step in range(5):
         t.step(batch, step)
-    weights = t.send(version=5).parcel
+    weights = t.send(version=5).payload
     assert weights.probe is not None
     stale = replace(weights, arrays=pack(engine.model, 0, False).arrays)
     assert engine.load_weights(stale) > 1e-2
     t.bf16_weights = bf16
-    gap = engine.load_weights(t.send(version=5).parcel)
+    gap = engine.load_weights(t.send(version=5).payload)
     assert gap < (0.05 if bf16 else 1e-5)
     assert engine.version == 5
 
@@ -361,7 +361,7 @@ def test_a_save_holds_the_state_at_its_beginning(tiny_model, batch, tmp_path):
 
 def test_attention_is_chosen_by_device_and_length(tiny_model, monkeypatch):
     """Nothing is timed, so a resumed run computes the same bits. Prompts have 4 to 6 tokens."""
-    monkeypatch.setattr(tba.runs.setup, "EAGER_TOKENS", 12)
+    monkeypatch.setattr(tba.setup.setup, "EAGER_TOKENS", 12)
 
     def chosen(*settings: str) -> str:
         policy: Any = trainer(tiny_model, *settings).policy
@@ -374,7 +374,7 @@ def test_attention_is_chosen_by_device_and_length(tiny_model, monkeypatch):
 
 
 def test_a_model_without_sdpa_keeps_eager_attention(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(tba.runs.setup, "EAGER_TOKENS", 12)
+    monkeypatch.setattr(tba.setup.setup, "EAGER_TOKENS", 12)
     shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     config = Gemma2Config(**WIDE, num_key_value_heads=2, head_dim=8)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)

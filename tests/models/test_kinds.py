@@ -20,7 +20,7 @@ from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.models.pretrained import check_files, check_model, load_model, load_text
 from tba.prompt import Prompt
-from tba.runs.setup import RunSetup, check
+from tba.setup.setup import RunSetup, check
 from tba.types import collate
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -265,7 +265,7 @@ def test_rotary_embeddings_that_change_within_a_run_are_refused(tiny_model, tmp_
 
 
 def test_the_first_probe_is_as_long_as_the_longest_sequence(make_model):
-    first = toy_run(str(make_model(context=128)), 100).trainer("cpu").send(version=0).parcel.probe
+    first = toy_run(str(make_model(context=128)), 100).trainer("cpu").send(version=0).payload.probe
     assert first is not None and len(first.prompt_tokens) + len(first.tokens) == 6 + 100
 
 

@@ -17,13 +17,12 @@ from exact import BETA, completed, enumerate_answers, toy_config
 from safetensors.torch import load_file
 from transformers import AutoConfig, FalconConfig, FalconForCausalLM
 
-from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
 from tba.learn.policy import Output, Policy
 from tba.learn.trainer import SingleTrainer
-from tba.models.cache import enable_gradient_checkpointing
+from tba.models.forward import enable_gradient_checkpointing
 from tba.models.lora import (
     ADAPTER,
     SETTINGS,
@@ -36,10 +35,11 @@ from tba.models.lora import (
 )
 from tba.models.pretrained import load_model
 from tba.objectives import Head
+from tba.offline.eval import evaluate_run, export
+from tba.open import open_run, run
 from tba.runs.checkpoint import newest
-from tba.runs.offline import evaluate_run, export
-from tba.runs.setup import check
 from tba.search.searcher import Searcher
+from tba.setup.setup import check
 from tba.types import Batch, Sampling, collate
 from tba.weights import as_tensor, trained
 
@@ -73,7 +73,7 @@ def test_only_adapters_are_trained_published_and_saved(toy_model, tmp_path):
     sizes = {"q_proj": 128, "k_proj": 128, "v_proj": 128, "o_proj": 128}
     sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 64 + 128)
     count = 2 * RANK * sum(sizes.values())  # two layers; an adapter has r (in + out) numbers
-    arrays = trainer.send(version=2).parcel.arrays
+    arrays = trainer.send(version=2).payload.arrays
     assert sum(array.nbytes for array in arrays.values()) == 4 * count
     optimized = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert sum(p.numel() for p in optimized) == count
@@ -161,7 +161,7 @@ def test_engine_and_reference_share_a_model(toy_model, tmp_path):
     assert searcher.engine.model is searcher.reference.policy.model  # type: ignore[attr-defined]
     moved = trainer.policy.logp(batch).detach()
     assert (moved - batch.ref_logp).abs().max() > 0.1
-    newest = trainer.send(version=2).parcel
+    newest = trainer.send(version=2).payload
     stale = replace(newest, arrays={name: 0 * array for name, array in newest.arrays.items()})
     gaps = [searcher.engine.load_weights(weights) for weights in (stale, newest)]
     assert gaps[0] is not None and gaps[0] > 0.1
@@ -182,7 +182,7 @@ def test_engine_and_reference_share_a_model(toy_model, tmp_path):
 def test_no_search_sees_a_disabled_adapter(toy_model, tmp_path):
     """Generation, reference and updates in three threads give what each gives alone."""
     trainer, searcher, _ = stepped(toy_model, tmp_path)
-    weights = trainer.send(version=2).parcel
+    weights = trainer.send(version=2).payload
     searcher.engine.load_weights(weights)
     prompts = [np.array(p, np.int32) for p in ([3, 4], [5], [6, 7, 2])]
     responses = [completed([2, 3], [4, 1])] * 3
@@ -275,7 +275,7 @@ def test_an_adapter_to_start_from_is_the_reference(toy_model, adapter, tmp_path)
     batch = collate(groups)
     for logp in (trainer.policy.logp(batch).detach(), batch.behavior_logp):
         torch.testing.assert_close(logp, batch.ref_logp, atol=1e-5, rtol=0)
-    weights = trainer.send(version=1).parcel
+    weights = trainer.send(version=1).payload
     moved = {name: array + np.float32(0.1) for name, array in weights.arrays.items()}
     searcher.engine.load_weights(replace(weights, arrays=moved))
     again = searcher.search([g.prompt for g in groups], seed=0).groups
@@ -373,7 +373,7 @@ def test_modules_trained_whole_are_published_and_not_in_the_reference(toy_model,
     trainer, _, batch = stepped(toy_model, tmp_path, *WHOLE, autocast)
     setup = check(small(toy_model, tmp_path, *WHOLE, autocast)).search_setup()
     searcher = setup.build("cpu", bf16)
-    weights = trainer.send(version=2).parcel
+    weights = trainer.send(version=2).payload
     whole = {n for n in weights.arrays if ".lora_" not in n}
     assert {"lm_head", "model.embed_tokens", "model.norm"} <= {n.split(".mod")[0] for n in whole}
     base = load_model(PolicyTable(model=str(toy_model)), torch.float32)

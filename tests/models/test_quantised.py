@@ -13,7 +13,7 @@ from torch import Tensor
 from tba.config.schema import load
 from tba.engines.vllm import VLLM
 from tba.learn.trainer import SingleTrainer
-from tba.runs.setup import check
+from tba.setup.setup import check
 from tba.types import Batch, collate
 
 BUNDLED = Path("bundled:arithmetic")
@@ -53,7 +53,7 @@ def test_engine_reference_and_trainer_agree(precision, tmp_path):
         assert (logp - other)[sampled].abs().max() <= 1e-4
     rewards = torch.arange(12.0).reshape(3, 4)
     own.step(Batch(**{**batch.tensors(), "reward": rewards}), 1)
-    gap = searcher.load_weights(own.send(1).parcel)
+    gap = searcher.load_weights(own.send(1).payload)
     assert gap is not None and gap <= 1e-4
     again = collate(searcher.search(parts.prompts[:3], 0).groups)
     with torch.no_grad():
@@ -129,6 +129,6 @@ def test_vllm_is_refused(monkeypatch):
 
 
 def test_4_bits_without_bitsandbytes_are_refused(monkeypatch):
-    monkeypatch.setattr("tba.runs.setup.find_spec", lambda name: None)
+    monkeypatch.setattr("tba.setup.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"load_in_4bit need bitsandbytes: type pip install"):
         check(load(None, QLORA))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.runs.log import SAMPLES, read
+from tba.runs.folder import SAMPLES, read
 
 ROOT = Path(__file__).parents[2]
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))

@@ -7,15 +7,15 @@ import pytest
 from build import ROOT, config, newest_files, resumes_exactly
 from safetensors.numpy import load as load_weights
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.plugins import resolve_all
 from tba.config.schema import load
+from tba.open import run
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest
-from tba.runs.log import METRICS, read
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read
 from tba.runs.summary import Summary
+from tba.setup.setup import check
 
 HEADED = {"ppo", "tb_learned_z"}
 PLAIN = ("eval.prompts=0", "log.sample_every=0")

@@ -11,7 +11,7 @@ from tba.runs import console as module
 from tba.runs import terminal
 from tba.runs.checkpoint import newest
 from tba.runs.console import Console
-from tba.runs.log import CHECKPOINTS, METRICS, check_unused
+from tba.runs.folder import CHECKPOINTS, METRICS, check_unused
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary
 from tba.runs.terminal import Terminal

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from build import ENVIRONMENT, as_settings, config
 
-from tba.assemble import run
+from tba.open import run
 from tba.runs.checkpoint import checkpoint_size, newest
+from tba.runs.folder import METRICS, read
 from tba.runs.generations import files_of
-from tba.runs.log import METRICS, read
-from tba.runs.setup import check
+from tba.setup.setup import check
 
 pytestmark = pytest.mark.timeout(900)
 

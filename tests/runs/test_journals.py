@@ -9,11 +9,11 @@ import pytest
 from build import config
 from toy import Ones
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import load
+from tba.open import run
+from tba.runs.folder import CONFIG, METRICS, SAMPLES, read, read_evaluations, rewind
 from tba.runs.journal import Journal
-from tba.runs.log import CONFIG, METRICS, SAMPLES, read, read_evaluations, rewind
 
 LINES: dict[str, Callable[[bytes], bytes]] = {
     "bad byte": lambda line: line[:9] + b"\xff" + line[10:],

@@ -7,8 +7,8 @@ import pytest
 from build import config
 from build import file_names as names
 
-from tba.assemble import run
 from tba.cli import _config
+from tba.open import run
 from tba.runs.generations import damage, generations, recover
 
 SMALL = ("eval.prompts=0", "checkpoint.keep=1")

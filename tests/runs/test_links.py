@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from build import config
 
-from tba.assemble import run
-from tba.report import report
-from tba.runs.log import (
+from tba.open import run
+from tba.runs.folder import (
     CONFIG,
     HOLDER,
     LOCK,
@@ -23,6 +22,7 @@ from tba.runs.log import (
     open_plain,
     write_whole,
 )
+from tba.tools.report import report
 
 PRECIOUS = "precious\n"
 

@@ -14,10 +14,10 @@ import pytest
 from build import ENVIRONMENT, config
 from filelock import FileLock
 
-from tba.assemble import open_run, run
 from tba.config.schema import Config
-from tba.runs.checks import check_start, placed
-from tba.runs.log import HOLDER, LOCK, locked
+from tba.open import open_run, run
+from tba.runs.folder import HOLDER, LOCK, locked
+from tba.setup.checks import check_start, placed
 
 
 def checked(chosen: Config, resume: Path | None = None) -> None:
@@ -28,7 +28,7 @@ def checked(chosen: Config, resume: Path | None = None) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from tba.runs.log import locked
+from tba.runs.folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

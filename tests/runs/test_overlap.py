@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from build import config
 
-from tba.runs.setup import check
+from tba.setup.setup import check
 
 
 @pytest.fixture

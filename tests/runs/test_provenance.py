@@ -7,8 +7,8 @@ import torch
 from exact import toy_config
 from transformers import AutoModelForCausalLM
 
-import tba.assemble
-from tba.runs.log import SAMPLES, SESSIONS, read
+import tba.open
+from tba.runs.folder import SAMPLES, SESSIONS, read
 
 SETTINGS = (
     "engine=scripted", "engine.answers=['1', '1', '', '27', '1+1', '371']", "sampling.samples=12",
@@ -19,10 +19,10 @@ SETTINGS = (
 def test_each_session_of_a_run_is_recorded(toy_model, tmp_path, monkeypatch):
     """The second is not in a git repository."""
     folder = tmp_path / "run"
-    tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=1"))
+    tba.open.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=1"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    tba.assemble.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=2"), resume=folder)
+    tba.open.run(toy_config(toy_model, folder, *SETTINGS, "run.steps=2"), resume=folder)
     first, second = read(folder / SESSIONS)
     assert (first["step"], second["step"]) == (0, 1)
     assert second["commit"] is None and second["config"]["run"]["steps"] == 2
@@ -34,7 +34,7 @@ def test_each_session_of_a_run_is_recorded(toy_model, tmp_path, monkeypatch):
 
 
 def test_a_stored_group_has_each_of_its_completions_once(toy_model, tmp_path):
-    tba.assemble.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, "run.steps=1"))
+    tba.open.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, "run.steps=1"))
     rows = read(tmp_path / "run" / SAMPLES)
     found = {(row["step"], row["kind"], row["prompt"]) for row in rows}
     assert found == {(1, "train", rows[0]["prompt"])}

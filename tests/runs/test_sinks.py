@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from tba.config.schema import Config, load
-from tba.report.runs import OTHERS, Charts
+from tba.runs.folder import SAMPLES, SUMMARY, read, rewind
 from tba.runs.journal import Journal
-from tba.runs.log import SAMPLES, SUMMARY, read, rewind
 from tba.runs.metrics import PANELS, shown
-from tba.runs.setup import check
+from tba.setup.setup import check
+from tba.tools.report.runs import OTHERS, Charts
 
 ROOT = Path(__file__).parents[2]
 METRICS = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from build import config
 
-from tba.assemble import run
 from tba.cli import main
-from tba.runs.log import METRICS, SUMMARY, locked
+from tba.open import run
+from tba.runs.folder import METRICS, SUMMARY, locked
 from tba.runs.state import duration, state_of, table_of
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from build import config, stopped
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.config.schema import load
+from tba.open import run
 from tba.replay.buffer import STEPS
+from tba.runs.folder import METRICS, WARNINGS, read, read_warnings, rewind
 from tba.runs.journal import Journal
-from tba.runs.log import METRICS, WARNINGS, read, read_warnings, rewind
 from tba.runs.warn import FIRST, WINDOW, RunWarning, Warnings
 
 SOUND = {

@@ -19,15 +19,15 @@ from tba.runtime.actor import SearcherActor
 from tba.runtime.placement import Place
 from tba.search.result import SearchResult, SearchStats
 from tba.search.searcher import SearchSetup
-from tba.weights import Sent, Weights
+from tba.weights import Publication, Weights
 
 SECONDS = 20
 """Deadline of every wait in these tests."""
 
 
-def receive(sent: Sent) -> Weights:
+def receive(sent: Publication) -> Weights:
     """Receive weights within a process."""
-    return sent.parcel
+    return sent.payload
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Steps:
         self.seen[name] = (before, (self.engine.version, self.reference.version))
 
 
-def weights(version: int) -> Sent:
-    return Sent(version, Weights(version, {}))
+def weights(version: int) -> Publication:
+    return Publication(version, Weights(version, {}))
 
 
 class Setup(SearchSetup):
@@ -108,7 +108,10 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def search(
-    threads: ThreadPoolExecutor, actor: SearcherActor, number: int, reference: Sent | None = None
+    threads: ThreadPoolExecutor,
+    actor: SearcherActor,
+    number: int,
+    reference: Publication | None = None,
 ) -> Future:
     return threads.submit(actor.search, [], number, None, reference)
 

@@ -74,20 +74,20 @@ def test_an_error_is_diagnosed():
     calls.close()
 
 
-class Asked(Exception):
+class RequestContext(Exception):
     """Raised by the handler of a signal."""
 
 
 def test_a_signal_is_heard_while_a_call_hangs(never):
     def ask(number: int, frame: object) -> None:
-        raise Asked
+        raise RequestContext
 
     calls = Calls(SECONDS)
     before = signal.signal(signal.SIGUSR1, ask)
     sender = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR1])
     try:
         sender.start()
-        with pytest.raises(Asked):
+        with pytest.raises(RequestContext):
             calls("take weights", never)
     finally:
         sender.join(SECONDS)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from build import config, parameters
 
-from tba.assemble import open_run, run
 from tba.cli import _config
 from tba.config.schema import Config, load
 from tba.engines import Engine
 from tba.engines.scripted import Scripted
 from tba.learn.trainer import SingleTrainer
-from tba.runs.setup import check
+from tba.open import open_run, run
+from tba.setup.setup import check
 
 SLEEP = (
     "runtime.colocate=sleep", "engine=scripted", 'engine.answers=["a", "b"]', "eval.every=2",

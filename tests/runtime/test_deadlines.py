@@ -6,15 +6,15 @@ from typing import Any
 from tba.prompt import Prompt
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place
-from tba.runtime.pool import PUBLICATIONS, Handle, Kind, SearcherTask
-from tba.weights import Sent
+from tba.runtime.pool import PUBLICATIONS, Kind, SearcherHandle, SearcherTask
+from tba.weights import Publication
 
 
-def handle(*tasks: SearcherTask) -> Handle:
-    return Handle(Place("cpu"), None, 0, list(tasks), Calls(1.0))
+def handle(*tasks: SearcherTask) -> SearcherHandle:
+    return SearcherHandle(Place("cpu"), None, 0, list(tasks), Calls(1.0))
 
 
-def task(kind: Kind, name: Any, reference: Sent | None = None) -> SearcherTask:
+def task(kind: Kind, name: Any, reference: Publication | None = None) -> SearcherTask:
     return SearcherTask(kind, name, (Prompt("id", "?"),), reference=reference)
 
 
@@ -48,7 +48,7 @@ def test_other_kinds_and_searches_with_a_newer_reference_wait_for_those_before()
     kinds: tuple[Kind, ...] = ("start", "search", "evaluate", "search")
     tasks = [task(kind, number) for number, kind in enumerate(kinds)]
     assert in_turn(*tasks) == [[0], [1], [2], [3]]
-    tasks = [task("search", "old"), task("search", "new", reference=Sent(5, None))]
+    tasks = [task("search", "old"), task("search", "new", reference=Publication(5, None))]
     assert in_turn(*tasks) == [["old"], ["new"]]
 
 

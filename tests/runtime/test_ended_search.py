@@ -8,12 +8,12 @@ import pytest
 from build import config, conserved, run_and_keep
 from toy import Ones
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.engines import SearchError
+from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 
 SAMPLES = 64
 """So many that the run ends if those of one prompt are rejected."""

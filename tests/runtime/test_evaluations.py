@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from exact import toy_config
 
-from tba.runs.setup import RunSetup, check
 from tba.runtime.pool import Evaluations
 from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
-from tba.weights import Sent
+from tba.setup.setup import RunSetup, check
+from tba.weights import Publication
 
 PIECES = 4
 SETTINGS = ("task=toy.Ones", "eval.prompts=10", "eval.prompts_per_task=3", "eval.samples=5")
@@ -39,8 +39,8 @@ def test_scores_do_not_depend_on_who_does_which_piece(parts, searchers):
     whole = evaluate_held_out(searchers[0])
     assert len(whole.examples) == 8
     evaluations = Evaluations(setup)
-    evaluations.request(Sent(7, None), 8)
-    evaluations.request(Sent(9, None), 10)
+    evaluations.request(Publication(7, None), 8)
+    evaluations.request(Publication(9, None), 10)
     taken = []
     while piece := evaluations.take():
         taken.append(piece)
@@ -66,7 +66,7 @@ def test_a_newer_evaluation_replaces_one_that_has_not_begun(parts):
 
     def request(versions: range) -> list[int]:
         for version in versions:
-            evaluations.request(Sent(version, None), version)
+            evaluations.request(Publication(version, None), version)
         return [evaluation.weights.version for evaluation in evaluations.open]
 
     assert request(range(1, 6)) == [1, 5]
@@ -84,7 +84,7 @@ def test_evaluations_of_one_version_know_the_steps_at_which_they_were_requested(
     """The first and the third are done, in reverse, and the second is left out before both."""
     evaluations = Evaluations(parts.search_setup())
     for step in (2, 4, 6):
-        evaluations.request(Sent(0, None), step)
+        evaluations.request(Publication(0, None), step)
     taken = [evaluations.take() for _ in range(2 * PIECES)]
     for piece in reversed(taken):
         assert piece is not None
@@ -106,9 +106,9 @@ def test_pieces_have_random_numbers_of_their_own(parts, searchers):
 
 def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(parts, searchers):
     trainer = parts.trainer("cpu")
-    searchers[1].reference.load_weights(trainer.send(version=3).parcel)
+    searchers[1].reference.load_weights(trainer.send(version=3).payload)
     evaluations = Evaluations(parts.search_setup())
-    evaluations.request(Sent(7, None), 7)
+    evaluations.request(Publication(7, None), 7)
     while piece := evaluations.take():
         evaluations.done(piece, evaluate_piece(searchers[piece.number == 2], piece.number))
     (evaluation,) = evaluations.collect()
@@ -129,7 +129,7 @@ def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model, tmp_path):
     assert [(name, first, len(prompts)) for name, first, prompts in pieces(setup)] == [
         ("", 0, 3), ("", 3, 3), ("", 6, 3), ("", 9, 1), ("more", 0, 3), ("more", 3, 1),
     ]  # fmt: skip
-    evaluations.request(Sent(7, None), 7)
+    evaluations.request(Publication(7, None), 7)
     taken = [evaluations.take() for _ in range(6)]
     for piece in reversed(taken):
         assert piece is not None

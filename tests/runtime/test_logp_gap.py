@@ -7,11 +7,11 @@ import pytest
 from build import config
 from transformers import AutoModelForCausalLM
 
-from tba.assemble import open_run, run
 from tba.config.schema import Config, load
 from tba.engines import SearchError, logp_gap_limit
+from tba.open import open_run, run
 from tba.runs import checkpoint
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 
 
 def wrong(model: Path, folder: Path, **options: object) -> Config:

@@ -27,7 +27,7 @@ from build import ray_config as config
 
 from tba.cli import _config
 from tba.runs import checkpoint
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 
 SECONDS = 180.0
 """Deadline of every wait in these tests."""

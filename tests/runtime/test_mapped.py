@@ -10,7 +10,7 @@ import pytest
 from build import copies
 
 from tba.runtime.memory import SharedMemory, receive_mapped
-from tba.weights import Direct, Probe, Sent, Weights, resend
+from tba.weights import Direct, Probe, Publication, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
 
@@ -28,7 +28,7 @@ def test_weights_arrive_whole_and_stay_while_they_are_used():
     transport = SharedMemory()
     sent = resend(Weights(3, arrays, probe), transport)
     assert (sent.version, copies()) == (3, 1)
-    file = sent.parcel.file.descriptor
+    file = sent.payload.file.descriptor
     arrived, receiver = pickle.loads(pickle.dumps((sent, transport)))
     del sent
     del transport
@@ -47,7 +47,7 @@ def test_weights_arrive_whole_and_stay_while_they_are_used():
 def test_a_file_is_written_again_once_no_receiver_uses_it():
     transport = SharedMemory()
 
-    def send(version: int, size: int) -> Sent:
+    def send(version: int, size: int) -> Publication:
         weights = Weights(version, {"parameter": np.full(size, version, np.float32)})
         return resend(weights, transport)
 
@@ -58,11 +58,11 @@ def test_a_file_is_written_again_once_no_receiver_uses_it():
     np.testing.assert_array_equal(transport.receive(mapped).arrays["parameter"], np.full(900, 1))
     del mapped
     assert copies() == 2  # the second's, and one to write to
-    file = os.fstat(second.parcel.file.descriptor).st_ino
+    file = os.fstat(second.payload.file.descriptor).st_ino
     third = send(3, 7)
     del second
     fourth = send(4, 7)
-    assert (os.fstat(fourth.parcel.file.descriptor).st_ino, copies()) == (file, 2)
+    assert (os.fstat(fourth.payload.file.descriptor).st_ino, copies()) == (file, 2)
     arrived = transport.receive(pickle.loads(pickle.dumps(third)))
     np.testing.assert_array_equal(arrived.arrays["parameter"], np.full(7, 3))
 
@@ -75,8 +75,8 @@ def test_nothing_is_sent_without_parameters():
 def test_arrays_are_mapped_by_processes_that_they_are_sent_to():
     """As by those of an engine on several GPUs, which vLLM sends its arguments as pickles."""
     plain = Weights(3, {"parameter": np.arange(1e6, dtype=np.float32)})
-    weights = receive_mapped(Direct().receive, Sent(3, plain))
-    assert receive_mapped(Direct().receive, Sent(3, weights)) is weights and copies() == 1
+    weights = receive_mapped(Direct().receive, Publication(3, plain))
+    assert receive_mapped(Direct().receive, Publication(3, weights)) is weights and copies() == 1
     pickled = pickle.dumps({"arrays": weights.arrays})
     assert len(pickled) < 1000
     code = (

@@ -13,15 +13,15 @@ from build import config, resumes_exactly, run_and_keep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tba.assemble
-from tba.assemble import open_run
+import tba.open
 from tba.cli import _config
 from tba.config.schema import load
 from tba.engines import SearchError
 from tba.learn import Trainer
+from tba.open import open_run
 from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 from tba.runtime import SearchJob
 from tba.runtime.placement import Place
 from tba.search.prompts import SearchState
@@ -150,7 +150,7 @@ def fed(
 ) -> Callable[..., tuple[Fed, list[dict[str, Any]]]]:
     """Carry out an asynchronous run beside such searchers; return these, and rows of its steps."""
     folder = tmp_path / "run"
-    monkeypatch.setattr(tba.assemble, "open_places", lambda *_: (Place("cpu"), None))
+    monkeypatch.setattr(tba.open, "open_places", lambda *_: (Place("cpu"), None))
 
     def carry_out(
         *settings: str, resume: bool = False, **options: Any
@@ -165,7 +165,7 @@ def fed(
             opened.append(Fed(job, search, trainer, step, stopping, **options))
             return opened[0]
 
-        monkeypatch.setattr(tba.assemble, "open_searchers", open_searchers)
+        monkeypatch.setattr(tba.open, "open_searchers", open_searchers)
         small = ("runtime.use=ray", "eval.prompts=0", "checkpoint.every=0")
         small += ("runtime.prompts_per_task=3", *settings)
         given = _config(list(settings), folder) if resume else config(tiny_model, folder, *small)

@@ -8,9 +8,9 @@ from typing import Any
 
 from build import config
 
-from tba.assemble import open_run, run
 from tba.config.tables import RuntimeTable
 from tba.learn.trainer import SingleTrainer
+from tba.open import open_run, run
 from tba.runs.console import FIRST_LINE, Console
 from tba.runtime.deadline import Calls, bind_ray
 from tba.search.result import Evaluation

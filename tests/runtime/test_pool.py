@@ -17,15 +17,15 @@ from exact import toy_config
 
 from tba.config.tables import RuntimeTable, SearcherRange
 from tba.engines import EngineError, SearchError
-from tba.runs.setup import check
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, NoAnswerError, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.prompts import SearchState
 from tba.search.result import SearchResult, SearchStats
+from tba.setup.setup import check
 from tba.types import Group
-from tba.weights import Sent, Weights
+from tba.weights import Publication, Weights
 
 bind_ray(None)
 
@@ -34,7 +34,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 from tba.runtime import cluster as cluster_module  # noqa: E402
 from tba.runtime import ray as ray_module  # noqa: E402
 from tba.runtime.cluster import Buckets, ObjectStore, Slot  # noqa: E402
-from tba.runtime.pool import LOOK, PUBLISHED, Handle, Pool  # noqa: E402
+from tba.runtime.pool import LOOK, PUBLISHED, Pool, SearcherHandle  # noqa: E402
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""
@@ -95,7 +95,7 @@ def slot(core: int) -> Slot:
 def start(pool: Pool, slot: Slot) -> None:
     """Start a searcher that is ready at once, on another machine if its core is above 1."""
     machine = "far" if slot.place.cores > (1,) else "here"
-    handle = Handle(slot, Actor(slot), 0, [], pool._calls, machine=machine)
+    handle = SearcherHandle(slot, Actor(slot), 0, [], pool._calls, machine=machine)
     pool.handles.append(handle)
 
 
@@ -122,7 +122,7 @@ def sent(pool: Pool) -> set[int]:
 def test_slow_searchers_keep_few_versions_of_the_weights(pool):
     """One of them takes each version, and the others none before the last."""
     for version in range(1, 40):
-        pool.newest = Sent(version, None)
+        pool.newest = Publication(version, None)
         for one in pool.handles:
             one.sent = -np.inf
         pool.send_newest()
@@ -158,7 +158,7 @@ class Wish:
 def wide(calls: Calls, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Pool:
     """Pool of two to four searchers."""
     monkeypatch.setattr(Pool, "start", start)
-    monkeypatch.setattr(Handle, "kill", lambda self: None)
+    monkeypatch.setattr(SearcherHandle, "kill", lambda self: None)
     settings = RuntimeTable(searchers=SearcherRange(min=2, max=4), start_deadline=30)
     return Pool(lambda slot, newest: (None, None), settings, calls, clock)
 
@@ -223,7 +223,7 @@ def opens(
         *settings: str,
         searchers: int = 1,
     ) -> ray_module.RaySearchers:
-        monkeypatch.setattr(Handle, "kill", lambda self: None)
+        monkeypatch.setattr(SearcherHandle, "kill", lambda self: None)
         monkeypatch.setattr(Pool, "start", start)
         monkeypatch.setattr(ray_module, "ended", ended)
         monkeypatch.setattr(ray_module, "received", received)
@@ -279,13 +279,13 @@ def test_a_result_of_a_searcher_that_was_replaced_is_not_taken(opens, monkeypatc
         return found(ref)
 
     first_seed: list[int] = []
-    search = Handle.search
+    search = SearcherHandle.search
 
-    def remember(self: Handle, prompts: Any, seed: int, *rest: Any) -> None:
+    def remember(self: SearcherHandle, prompts: Any, seed: int, *rest: Any) -> None:
         first_seed.append(seed)
         search(self, prompts, seed, *rest)
 
-    monkeypatch.setattr(Handle, "search", remember)
+    monkeypatch.setattr(SearcherHandle, "search", remember)
     searchers = opens(ended, received, "runtime.max_restarts=1")
     assert together.wait(SECONDS)
     gathered = [group.prompt.id for group in searchers.gather(30)]
@@ -325,7 +325,7 @@ def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(opens, monkeypat
     def received(ref: Call) -> SearchResult:
         if next(numbers) == 0:
             try:
-                ObjectStore(2.5).receive(Sent(3, Buckets([], None)))
+                ObjectStore(2.5).receive(Publication(3, Buckets([], None)))
             except Exception as in_searcher:
                 raise raised(in_searcher) from None
         return found(ref)
@@ -334,7 +334,7 @@ def test_weights_that_do_not_arrive_cost_one_searcher_a_restart(opens, monkeypat
     assert len(searchers.gather(3)) >= 3
     assert searchers.stats.counts["searchers/restarts"] == 1
     with pytest.raises(EngineError, match=r"version 3 did not arrive .*task_deadline = 2\.5 s"):
-        ObjectStore(2.5).receive(Sent(3, Buckets([], None)))
+        ObjectStore(2.5).receive(Publication(3, Buckets([], None)))
 
 
 def test_large_weights_are_several_objects(monkeypatch):

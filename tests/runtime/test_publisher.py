@@ -14,7 +14,7 @@ from suite import until
 from tba.engines import SearchError
 from tba.learn.publish import answer, probe_tokens, sequences_of
 from tba.runtime.deadline import bind_ray
-from tba.weights import Sent, as_tensor
+from tba.weights import Publication, as_tensor
 
 bind_ray(None)
 
@@ -32,7 +32,7 @@ class Post:
         self.errors: list[Exception] = []
         self.publisher = Publisher(self.send, self.errors.append, deadline)
 
-    def send(self, sent: Sent, published: float) -> None:
+    def send(self, sent: Publication, published: float) -> None:
         assert 0 <= time.monotonic() - published < SECONDS
         self.versions.append(sent.version)
 
@@ -80,13 +80,13 @@ def test_every_wait_has_a_deadline():
 def test_a_copy_keeps_the_weights_while_training_goes_on(tiny_model, batch, bf16):
     """It gives the same weights and the same probe as the trainer gave at its time."""
     t = trainer(tiny_model, f"engine.dtype={'bf16' if bf16 else 'fp32'}")
-    assert t.send(version=0).parcel.probe is not None  # before the first step
+    assert t.send(version=0).payload.probe is not None  # before the first step
     t.step(batch, 0)
     expected = pack(t.policy.model, 1, bf16)
     probe = answer(t.policy, probe_tokens(sequences_of(batch), t.setup.context), 1)
     copy = t.copy(version=1)
     t.step(batch, 1)
-    weights = copy().parcel
+    weights = copy().payload
     assert weights.version == 1 and weights.arrays.keys() == expected.arrays.keys()
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(weights.arrays[name], array)
@@ -105,7 +105,7 @@ def test_a_copy_shares_what_is_not_trained(tiny_model, batch):
     t.step(batch, 0)
     copy = t.copy(version=1)
     t.step(batch, 1)
-    weights = copy().parcel
+    weights = copy().payload
     assert len(weights.arrays) == len(others)
     (free,) = t._free
     shared = [p for p in free._policy.model.parameters() if not p.requires_grad]
@@ -116,6 +116,6 @@ def test_a_reference_is_in_fp32(tiny_model):
     """The trainer and the reference compute alike, whatever the engine computes in."""
     t = trainer(tiny_model, "engine.dtype=bf16")
     model = t.policy.model
-    for name, array in t.reference(version=1).parcel.arrays.items():
+    for name, array in t.reference(version=1).payload.arrays.items():
         assert torch.equal(as_tensor(array), model.state_dict()[name])
-    assert t.send(version=1).parcel.nbytes * 2 == pack(model, 1, bf16=False).nbytes
+    assert t.send(version=1).payload.nbytes * 2 == pack(model, 1, bf16=False).nbytes

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from build import config, conserved, ray_config, run_and_keep
 
-from tba.assemble import run
 from tba.cli import _config
 from tba.engines import SearchError
+from tba.open import run
 from tba.prompt import Prompt
 from tba.runs.checkpoint import newest
-from tba.runs.log import METRICS, read
+from tba.runs.folder import METRICS, read
 from tba.search.prompts import Cursor, PromptStream
 from tba.selections.cyclic import Cyclic
 from tba.streams import Use, seed_of

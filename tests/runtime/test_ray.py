@@ -24,9 +24,9 @@ from build import (
 )
 from build import ray_config as config
 
-from tba.assemble import open_run
+from tba.open import open_run
 from tba.prompt import Prompt
-from tba.runs.log import METRICS, SUMMARY, read
+from tba.runs.folder import METRICS, SUMMARY, read
 from tba.runtime.deadline import bind_ray
 
 
@@ -34,17 +34,19 @@ from tba.runtime.deadline import bind_ray
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that searchers get, in order."""
     bind_ray(None)
-    from tba.runtime.pool import Handle
+    from tba.runtime.pool import SearcherHandle
 
     names: list[str] = []
     for kind in ("search", "evaluate"):
-        method = getattr(Handle, kind)
+        method = getattr(SearcherHandle, kind)
 
-        def noting(self: Handle, *given: Any, kind: str = kind, method: Any = method) -> None:
+        def noting(
+            self: SearcherHandle, *given: Any, kind: str = kind, method: Any = method
+        ) -> None:
             names.append(kind)
             method(self, *given)
 
-        monkeypatch.setattr(Handle, kind, noting)
+        monkeypatch.setattr(SearcherHandle, kind, noting)
     return names
 
 
@@ -94,16 +96,16 @@ def test_search_and_learning_take_turns(tiny_model, tmp_path, monkeypatch):
     A new reference arrives in its turn, and so do values.
     """
     bind_ray(None)
-    from tba.runtime.pool import Handle
+    from tba.runtime.pool import SearcherHandle
 
     given: Counter[int] = Counter()
-    search = Handle.search
+    search = SearcherHandle.search
 
-    def counting(self: Handle, prompts: list[Prompt], *rest: Any) -> None:
+    def counting(self: SearcherHandle, prompts: list[Prompt], *rest: Any) -> None:
         given[id(self)] += len(prompts)
         search(self, prompts, *rest)
 
-    monkeypatch.setattr(Handle, "search", counting)
+    monkeypatch.setattr(SearcherHandle, "search", counting)
     settings = (
         "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=2", "runtime.cores=share",
         "strategy=recent", "run.steps=8",

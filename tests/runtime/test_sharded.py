@@ -10,13 +10,13 @@ from build import newest_files, ray_config, replayed
 from safetensors.torch import load_file
 from torch import distributed
 
-from tba.assemble import run
 from tba.config.schema import DEFAULT, load
-from tba.learn.trainer import Ran
-from tba.report import report
+from tba.learn.trainer import MicroBatchResult
+from tba.open import run
 from tba.runs.checkpoint import newest
-from tba.runs.log import CHECKPOINTS, METRICS, read
+from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runtime.ranks import ShardedTrainer, _gather
+from tba.tools.report import report
 
 TWO = (
     "trainer.devices=2", "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=1",
@@ -52,15 +52,15 @@ def test_ranks_exchange_numbers_and_unpickle_nothing(tmp_path, monkeypatch):
     store = distributed.FileStore(str(tmp_path / "store"))
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     metrics = {"loss": torch.tensor([0.1, -1e-30]), "full": torch.tensor([True, False])}
-    first, second = _gather([Ran(metrics, 3, 1), Ran({}, 2, 2)])
+    first, second = _gather([MicroBatchResult(metrics, 3, 1), MicroBatchResult({}, 2, 2)])
     monkeypatch.setattr("tba.runtime.ranks.LARGEST", 10)
     with pytest.raises(RuntimeError, match="bytes, more than a trainer rank sends"):
-        _gather([Ran(metrics, 3, 1)])
+        _gather([MicroBatchResult(metrics, 3, 1)])
     distributed.destroy_process_group()
     assert first.metrics.keys() == metrics.keys() and (first.tokens, first.padding) == (3, 1)
     for name, values in metrics.items():
         assert first.metrics[name].double().equal(values.double())
-    assert second == Ran({}, 2, 2)
+    assert second == MicroBatchResult({}, 2, 2)
 
 
 @pytest.mark.slow

@@ -15,17 +15,17 @@ from exact import toy_config
 from toy import Ones
 from transformers import AutoModelForCausalLM
 
-from tba.assemble import run
 from tba.config.plugins import resolve
 from tba.engines.transformers import Transformers
 from tba.objectives.raft import Raft
+from tba.offline.eval import evaluate_run
+from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.console import Console
-from tba.runs.offline import evaluate_run
-from tba.runs.setup import check
 from tba.runs.summary import by_part
 from tba.search.evaluate import SEED, evaluate_held_out, evaluate_piece, join, pieces, stderr
 from tba.search.searcher import Searcher
+from tba.setup.setup import check
 from tba.streams import Use, seed_of
 from tba.types import Completion, Sampling, collate
 from tba.weights import Weights

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from build import PROMPTS, answered, config, ids, resumes_exactly, stream_of, trajectory
 
-from tba.assemble import run
 from tba.cli import _config
+from tba.open import run
 from tba.prompt import Prompt
 from tba.runs import checkpoint
-from tba.runs.setup import check
 from tba.search.prompts import PromptStream
 from tba.selections import Selection
 from tba.selections.cyclic import Cyclic
 from tba.selections.difficulty import Difficulty
 from tba.selections.log_z import LogZ
 from tba.selections.uniform import Uniform
+from tba.setup.setup import check
 from tba.types import Group
 
 # The stream

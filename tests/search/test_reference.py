@@ -14,9 +14,9 @@ from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
 from tba.models.pretrained import load_model
 from tba.prompt import Prompt
-from tba.runs.setup import check
 from tba.search.reference import Reference
 from tba.search.searcher import Searcher
+from tba.setup.setup import check
 from tba.types import Group, collate, collate_tokens
 from tba.weights import Direct, Weights, load_weights
 
@@ -99,7 +99,7 @@ def test_linear_layers_in_bf16_give_the_same_bits(layout, tied, make_model):
     copy = publish.Copy(converted, bf16=True)
     copy.fill(converted)
     asked = publish.probe_tokens(PROMPTS, context=32)
-    weights = copy.send(1, asked, Direct(), []).parcel
+    weights = copy.send(1, asked, Direct(), []).payload
     np.testing.assert_array_equal(weights.probe.logp, publish.answer(converted, asked, 1).logp)
     expected = pack(converted.model, 1, bf16=True).arrays
     assert all(np.array_equal(weights.arrays[name], array) for name, array in expected.items())

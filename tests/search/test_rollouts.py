@@ -18,11 +18,11 @@ from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
-from tba.runs.setup import check
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected
 from tba.search.result import SearchResult
-from tba.search.scoring import Scoring
 from tba.search.values import Rollouts
-from tba.search.verdicts import Rejected
+from tba.setup.setup import check
 from tba.types import Completion, Group, Sampling, Trajectory, collate
 from tba.weights import Weights
 

@@ -11,11 +11,11 @@ from build import config, without_clock
 from toy import Ones
 
 import tba
-from tba.assemble import run
+from tba.offline.eval import evaluate_run
+from tba.open import run
 from tba.prompt import Prompt
-from tba.runs.log import METRICS, read
-from tba.runs.offline import evaluate_run
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read
+from tba.setup.setup import check
 
 MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3")
 

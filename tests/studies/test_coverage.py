@@ -15,7 +15,7 @@ from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
 from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting
 from tba.config.plugins import resolve_all
 from tba.prompt import Answer, Prompt
-from tba.studies.study import read_study
+from tba.tools.study import read_study
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "studies" / "coverage" / "model"

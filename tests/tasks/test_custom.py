@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tba.prompt import Answer
-from tba.search.scoring import Scoring
-from tba.search.verdicts import Rejected
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected
 from tba.tasks.custom import PASSED, Custom
 
 REWARDS = '''

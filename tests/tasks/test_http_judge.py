@@ -17,8 +17,8 @@ import tba
 from tba.config.plugins import JUDGES, resolve
 from tba.config.schema import load
 from tba.prompt import Answer, Prompt
-from tba.search.scoring import Scoring
-from tba.search.verdicts import Rejected
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected
 from tba.tasks.judges import http
 from tba.tasks.judges.http import Http, JudgeError
 

@@ -28,9 +28,9 @@ import tba
 from tba.config.plugins import resolve
 from tba.config.schema import load
 from tba.prompt import Answer
-from tba.runs.setup import check
-from tba.search.scoring import Scoring
-from tba.search.verdicts import Rejected
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected
+from tba.setup.setup import check
 from tba.tasks.judges import _model as judge_models
 from tba.tasks.judges import conversation, fill
 from tba.tasks.judges._model import JudgeModel

@@ -9,8 +9,8 @@ import pytest
 
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
-from tba.search.scoring import Scoring, ScoringProcess
-from tba.search.verdicts import Rejected
+from tba.scoring.scoring import Scoring, ScoringProcess
+from tba.scoring.verdicts import Rejected
 from tba.tasks.math import Math, last_boxed
 
 HANGS = r"9^{9^{9^{9}}}"

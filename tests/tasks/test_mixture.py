@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from build import answered, config, resumes_exactly
 
-from tba.assemble import run
 from tba.config.plugins import resolve
+from tba.open import run
 from tba.prompt import Answer, Prompt
-from tba.runs.log import METRICS, read
-from tba.runs.setup import check
+from tba.runs.folder import METRICS, read
 from tba.search.prompts import PromptStream
+from tba.setup.setup import check
 from tba.tasks.mixture import Mixture
 
 MIXED = (

@@ -9,14 +9,14 @@ import pytest
 from conftest import EOS, PAD
 from talk import CHARACTERS
 
-from tba.assemble import run
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
+from tba.open import run
 from tba.prompt import Answer, Message, Prompt
-from tba.runs.checks import check_resumed
-from tba.runs.log import SAMPLES, read
-from tba.runs.setup import check
+from tba.runs.folder import SAMPLES, read
+from tba.setup.checks import check_resumed
+from tba.setup.setup import check
 from tba.tasks.custom import Custom
 
 BOS = "<bos>"

@@ -10,9 +10,9 @@ from build import config
 
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
-from tba.runs.setup import check
 from tba.runs.summary import Tracker
 from tba.search.result import SearchStats
+from tba.setup.setup import check
 from tba.tasks.reasoning_gym import ReasoningGym
 
 TWO_TERMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -133,7 +133,7 @@ def test_an_exact_answer_has_all_lines():
 
 
 def test_the_task_runs(letters_model, tmp_path):
-    from tba.assemble import run
+    from tba.open import run
 
     settings = ["task=reasoning_gym", "task.generator=chain_sum", "task.size=60", "run.steps=2"]
     settings += ["task.options.max_terms=2", "task.held_out_size=5", "task.scoring=exact"]

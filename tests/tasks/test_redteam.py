@@ -14,11 +14,11 @@ import torch
 from build import config
 from transformers import AutoTokenizer
 
-from tba.assemble import open_run
+from tba.offline.eval import evaluate_model, evaluate_run
+from tba.offline.rollouts import read_rollouts, write_rollouts
+from tba.open import open_run
 from tba.prompt import Answer, Prompt, passes
-from tba.runs.offline import evaluate_model, evaluate_run
-from tba.runs.rollouts import read_rollouts, write_rollouts
-from tba.runs.setup import check
+from tba.setup.setup import check
 from tba.tasks.redteam import RedTeam, Victim, embeddings, mean_distance
 
 JUDGES = '''

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tba.prompt import Answer, Prompt
-from tba.search.scoring import Scoring
-from tba.search.verdicts import Rejected, parse_score
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected, parse_score
 from tba.tasks import Itemized, WrongLength, listed
 from tba.tasks.custom import Custom, reward_function
 

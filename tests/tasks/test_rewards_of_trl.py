@@ -9,7 +9,7 @@ import pytest
 from build import environment, python_with_trl
 from conftest import CONTENTS, VOCABULARY
 
-from tba.runs.log import METRICS, SAMPLES, read
+from tba.runs.folder import METRICS, SAMPLES, read
 
 CHAT = [
     {"prompt": [{"role": "user", "content": f"{i}: what is 1/3?"}], "solution": r"$\frac{1}{3}$"}

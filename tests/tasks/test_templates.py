@@ -13,9 +13,9 @@ from talk import Desk
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tba.agents.chat import Chat
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Message, Prompt
-from tba.search.chat import Chat
 from tba.tasks.custom import describe
 
 TOOLS = describe("talk:Desk", Desk, 8, 1.0)

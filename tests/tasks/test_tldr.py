@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tba.prompt import Answer, Prompt
-from tba.search.scoring import Scoring
-from tba.search.verdicts import Rejected
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected
 from tba.tasks.tldr import Tldr, query_of
 
 JUDGES = '''

@@ -13,8 +13,8 @@ from build import config, resumes_exactly
 import tba
 from tba.config.plugins import Plugin, resolve
 from tba.prompt import Answer, Prompt
-from tba.runs.log import METRICS, SAMPLES, read
-from tba.search.scoring import Scoring, ScoringProcess
+from tba.runs.folder import METRICS, SAMPLES, read
+from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.tasks import Task
 from tba.tasks.custom import metric_names
 

@@ -46,7 +46,7 @@ class Probs(Part):
     probs: list[FiniteFloat]
 
 
-class Classified(Part):
+class ClassifyResponse(Part):
     """Answer of `/classify`."""
 
     data: list[Probs]
@@ -172,7 +172,7 @@ class Http(Judge):
     def _key(self) -> str:
         return (self.api_key or "").strip()
 
-    async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> Classified:
+    async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> ClassifyResponse:
         """Return the server's answer; JudgeError if the last retry fails.
 
         Retries after 429, 5xx, a lost connection, or the deadline. Raises ValueError for an answer
@@ -209,9 +209,9 @@ def _tls() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def _parsed(content: bytes, text: str) -> Classified:
+def _parsed(content: bytes, text: str) -> ClassifyResponse:
     try:
-        return Classified.model_validate_json(content)
+        return ClassifyResponse.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
     place = ".".join(map(str, first["loc"])) or "it"

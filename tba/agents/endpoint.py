@@ -1,0 +1,359 @@
+"""Agents: a program of the user holds sessions with the policy, and returns their rewards.
+
+It talks to an endpoint on this machine in OpenAI's form; each session has a path of its own.
+
+    thread of the search           event loop of the endpoint            process of the program
+    Agents.hold                 -> Agents._hold
+                                     AgentProcess.run                 -> rollout(base_url, row)
+                                     Endpoint._chat                   <- POST .../chat/completions
+                                       Session.ask
+    Turns.work                  <-     Turns.sample
+      Engine.complete
+                                       Session.add, wire.completion   -> the reply
+    Responses                   <-   verdict                          <- the reward
+"""
+
+import asyncio
+import json
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from tba.agents.chat import Chat, check_stop
+from tba.agents.session import OpenSession, PendingReply, RequestContext, Session, Turns
+from tba.agents.wire import RefusedError, Request
+from tba.engines import Engine, EngineError, RewardError
+from tba.models.pretrained import Tokenizer
+from tba.prompt import Answer, Prompt
+from tba.scoring.process import AgentProcess, EventLoop
+from tba.scoring.responses import Responses
+from tba.scoring.verdicts import Rejected, Verdict
+from tba.tasks import Program
+from tba.types import GIVEN, Completion, Sampling, Turn
+
+NO_CALL = Rejected("no_call", "the program has not called the policy")
+WAITING = 1024
+"""Most requests at once; others are told to come again."""
+CHATS = 64
+"""Most sets of tools whose chats are kept."""
+ENDED = "the session has ended, or there is none at this path"
+
+
+class Endpoint:
+    """A server on 127.0.0.1, in an event loop and a thread of its own."""
+
+    def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0) -> None:
+        from tba.agents.server import Listener, server
+
+        self.turns = Turns(engine.complete, engine.joins_batches)
+        self.counts: Counter[str] = Counter()
+        """Numbers of calls, and of those that were refused, by metric."""
+        self.failure: BaseException | None = None
+        """What the engine raised while it sampled a reply."""
+        self._text = text
+        self._fixed = fixed or ("" if engine.explores else "the engine cannot sample so")
+        self._config = engine.sampling
+        self._sessions: dict[str, OpenSession] = {}
+        self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
+        self._socket = Listener()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", port))
+        self._socket.listen()  # so that who comes before the server waits
+        self.port: int = self._socket.getsockname()[1]
+        self.loop = EventLoop("endpoint")
+        self._server = server(self._sessions, self._chat, self._models)
+        self._serving = self.loop.begin(self._server.serve(sockets=[self._socket]))
+
+    def begin(self, live: OpenSession) -> str:
+        """Return the base URL of a session. Whoever does not know it cannot guess it."""
+        name = secrets.token_urlsafe(24)
+        self._sessions[name] = live
+        return f"http://127.0.0.1:{self.port}/s/{name}/v1"
+
+    def end(self, url: str) -> None:
+        """End a session: its running requests are cancelled, and later ones refused."""
+        live = self._sessions.pop(url.split("/")[-2])
+        for job in live.jobs:
+            job.task.cancel()
+
+    def close(self) -> None:
+        """End all sessions and the server."""
+        self._server.should_exit = True
+        self._server.force_exit = True
+        wait([self._serving], 10)
+        self.loop.close()
+
+    async def _models(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        if request.path_params["session"] not in self._sessions:
+            return RefusedError(410, ENDED).reply()
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tba"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Any) -> Any:
+        """Answer a request; errors are JSON, as OpenAI's clients read them."""
+        from starlette.requests import ClientDisconnect
+
+        try:
+            return await self._reply(request)
+        except RefusedError as error:
+            self.counts["agents/late" if error.status == 410 else "agents/refused"] += 1
+            return error.reply()
+        except ClientDisconnect:  # before all of the request had come
+            return RefusedError(499, "nobody reads this").reply()
+
+    async def _reply(self, request: Any) -> Any:
+        """Return the reply, which enters the session once, however many connections wait for it."""
+        if self.turns.waiting > WAITING:
+            raise RefusedError(503, "too many requests wait; come again")
+        name = request.path_params["session"]
+        if name not in self._sessions:  # whoever knows no session gets no room for a body
+            raise RefusedError(410, ENDED)
+        asked = await _read(request)
+        live = self._sessions.get(name)
+        if live is None:
+            raise RefusedError(410, ENDED)
+        key = request.headers.get("idempotency-key", "" if asked.seed is None else "seed")
+        body = json.dumps([key, asked.model_dump()], sort_keys=True)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        job = live.repeated(body, key != "", is_retry)
+        if job is None:
+            job = PendingReply(body)
+            job.task = asyncio.create_task(self._sampled(live, asked, job))
+            live.jobs.append(job)
+        if await _is_gone(request, job):
+            return RefusedError(499, "the client has left").reply()
+        if not key:  # nothing asks for it again
+            live.jobs = [each for each in live.jobs if each is not job]
+        try:
+            context, turn = await job.task
+        except asyncio.CancelledError:
+            raise RefusedError(410, ENDED) from None
+        if name not in self._sessions:
+            raise RefusedError(410, ENDED)
+        if job.response is None:
+            job.response = live.respond(job, asked, context, turn)
+            self.counts["agents/calls"] += 1
+        return job.response
+
+    async def _sampled(
+        self, live: OpenSession, asked: Request, job: PendingReply
+    ) -> tuple[RequestContext, Completion]:
+        """Return the tokens of a request, and the policy's reply."""
+        with self.turns.expect():
+            try:
+                check_stop(asked.stops, self._text, "stop")
+                sampling = asked.sampling(live.sampling, self._config, self._fixed)
+                context = await asyncio.to_thread(self._asked, live.session, asked)
+            except ValueError as error:
+                raise RefusedError(400, str(error)) from error
+            except Exception as error:  # messages may hold anything
+                told = f"these messages cannot be read ({type(error).__name__}: {error})"
+                raise RefusedError(400, told) from error
+            tokens = context.context
+            room = self._text.context - len(tokens)
+            if room < 1:
+                told = (
+                    f"the messages have {len(tokens)} tokens, and the model's context has"
+                    f" {self._text.context}; shorten them"
+                )
+                raise RefusedError(400, told, "context_length_exceeded")
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+            reply = self.turns.sample(Turn(tokens, sampling, live.seed(job)))
+        try:
+            return context, await reply
+        except Exception as error:
+            self.failure = error
+            raise asyncio.CancelledError from error
+
+    def _asked(self, session: Session, asked: Request) -> RequestContext:
+        return session.ask(asked.messages, self._chat_of(json.dumps(asked.tools or [])))
+
+
+def _chat_with(text: Tokenizer, tools: str) -> Chat:
+    """Return the chat with tools that are written as JSON."""
+    schemas = {}
+    for tool in json.loads(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name)}} if name not in schemas:
+                schemas[name] = tool
+            case _:
+                raise ValueError("tools: a tool is no function with a name of its own")
+    return Chat(text, schemas)
+
+
+async def _read(request: Any) -> Request:
+    """Return what is asked for; RefusedError for a body that is wrong."""
+    try:
+        return Request.model_validate_json(await request.body())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RefusedError(400, f"{place}: {first['msg']}") from error
+
+
+async def _is_gone(request: Any, job: PendingReply) -> bool:
+    """Wait for the reply; return whether the client has gone before it came."""
+    job.waiting += 1
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({job.task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        job.waiting -= 1
+    if not gone.done():
+        gone.cancel()
+        return False
+    return True
+
+
+SessionResult = tuple[Session, Verdict]
+"""A session that has ended, with its reward."""
+
+
+class Agents:
+    """Holds the sessions of searches. The endpoint and the program's process start with the first.
+
+    `fixed` says why the program may not choose temperature or top_p, if so.
+    """
+
+    def __init__(
+        self, engine: Engine, text: Tokenizer, program: Program, fixed: str, max_memory: float,
+        start_deadline: float,
+    ):  # fmt: skip
+        self._text = text
+        self._program = program
+        self._endpoint = Endpoint(engine, text, fixed)
+        self._process = AgentProcess(program, max_memory, start_deadline)
+        self._slots = asyncio.Semaphore(program.concurrency)
+        self._alone = asyncio.Lock()
+
+    def hold(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
+    ) -> Responses:
+        """Hold `sampling.samples` sessions about each prompt, which end within so many seconds."""
+        until = time.monotonic() + seconds
+        started: list[Future[SessionResult]] = []
+        for prompt in prompts:
+            row = prompt.row()
+            for _ in range(sampling.samples):
+                holding = self._hold(row, sampling, seed, len(started), until)
+                started.append(self._endpoint.loop.begin(holding))
+        while not all(each.done() for each in started):
+            self._endpoint.turns.work(0.05)
+        failure = self._endpoint.failure
+        if failure is not None:
+            raise failure
+        held = [each.result() for each in started]
+        self._endpoint.counts["agents/forks"] += sum(session.forks for session, _ in held)
+        s = sampling.samples
+        groups = [held[i : i + s] for i in range(0, len(held), s)]
+        return self._responses(groups, sampling.max_tokens)
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the calls since the last time, by metric."""
+        counts = dict(self._endpoint.counts)
+        self._endpoint.counts.clear()
+        return counts
+
+    def close(self) -> None:
+        """End the endpoint, and with its event loop the process."""
+        self._endpoint.close()
+
+    async def _hold(
+        self, row: Mapping[str, Any], sampling: Sampling, seed: int, sample: int, until: float
+    ) -> SessionResult:
+        """Hold one session; again if another one may have ended its process, without others."""
+        begin = partial(
+            OpenSession,
+            sampling=sampling,
+            search=seed,
+            sample=sample,
+            max_calls=self._program.max_calls,
+        )
+        async with self._slots:
+            held = await self._attempt(row, begin, until)
+        if held is None:
+            async with self._alone, AsyncExitStack() as slots:
+                for _ in range(self._program.concurrency):
+                    await slots.enter_async_context(self._slots)
+                held = await self._attempt(row, begin, until, alone=True)
+        assert held is not None
+        return held
+
+    async def _attempt(
+        self, row: Mapping[str, Any], begin: Callable[[Session], OpenSession], until: float,
+        alone: bool = False,
+    ) -> SessionResult | None:  # fmt: skip
+        """Hold one session; return None if another one may have ended its process."""
+        session = Session(self._program.history)
+        url = self._endpoint.begin(begin(session))
+        try:
+            verdict = await self._process.run(url, row, until, alone)
+        except ChildProcessError as error:  # a searcher that starts anew may help later
+            kind = EngineError if self._process.worked else RewardError
+            raise kind(str(error)) from error
+        finally:
+            self._endpoint.end(url)
+        if not session.exchanges and not isinstance(verdict, Rejected | None):
+            verdict = NO_CALL
+        return None if verdict is None else (session, verdict)
+
+    def _responses(self, groups: Sequence[Sequence[SessionResult]], limit: int) -> Responses:
+        """Return sessions by prompt, whose tokens are what all sessions about it begin with.
+
+        `limit` is the most tokens of a reply.
+        """
+        # in place of a prompt or a session that does not exist; nothing is made of it
+        nothing = np.array([self._text.eos_id], np.int32)
+        unsaid = np.array([GIVEN], np.uint8)
+        empty = Completion(nothing, np.zeros(1, np.float32), False, 0, marks=unsaid)
+        prompts = []
+        completions = []
+        answers = []
+        for group in groups:
+            begun = [session.prompt for session, _ in group if session.exchanges]
+            prompt = common(begun) if begun else nothing
+            own = [self._whole(s, len(prompt), limit) if s.exchanges else empty for s, _ in group]
+            prompts.append(prompt)
+            completions.append(own)
+            pairs = zip(group, own, strict=True)
+            answers.append([self._answer(*held, whole.finished) for held, whole in pairs])
+        rewards = [[verdict for _, verdict in group] for group in groups]
+        return Responses(prompts, completions, answers, rewards=rewards)
+
+    def _whole(self, session: Session, shared: int, limit: int) -> Completion:
+        """Return a session as a completion behind the first `shared` tokens of its prompt.
+
+        It is cut off if its last reply is, but not by a lower limit of the program's own.
+        """
+        last = session.exchanges[-1]
+        length = len(last.turn.tokens)
+        is_full = length >= limit or len(last.asked.context) + length >= self._text.context
+        return session.completion(shared, finished=last.turn.finished or not is_full)
+
+    def _answer(self, session: Session, verdict: Verdict, finished: bool) -> Answer | Verdict:
+        """Return a session as what reward functions see."""
+        if isinstance(verdict, Rejected):
+            return verdict
+        last = session.exchanges[-1]
+        answer = self._text.answer(last.turn.tokens, finished, (), last.turn.version)
+        return replace(answer, messages=list(last.messages))
+
+
+def common(sequences: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the longest beginning that all of these tokens share."""
+    shortest = min(map(len, sequences))
+    rows = np.stack([sequence[:shortest] for sequence in sequences])
+    same = (rows == rows[0]).all(0)
+    return sequences[0][: int(np.append(same, False).argmin())]

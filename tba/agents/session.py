@@ -1,0 +1,363 @@
+"""Sessions of a user's program with the policy: from requests to one trajectory.
+
+What was sampled is never tokenised again. A request is matched to the deepest earlier exchange
+whose messages and reply it begins with; its tokens are then those of that exchange, and what the
+chat template writes after the reply. A request that matches none begins a new context.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from tba.agents.chat import CALL, Chat
+from tba.agents.wire import RefusedError, Request, completion, message_of
+from tba.models.template import THOUGHTS, normalised, text_of, with_names
+from tba.prompt import Message
+from tba.streams import Use, seed_of
+from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
+
+History = Literal["append", "template"]
+"""What the policy sees of the past: its own tokens, or what the chat template makes of it."""
+
+AT_ONCE = 1024
+"""Most turns that an engine samples at once, where they join a running batch."""
+TOKENISING = 0.1
+"""Most seconds that a batch waits for turns that have arrived, and are being tokenised."""
+IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
+"""Keys of a message that do not change what it says."""
+REPLY = ("role", "content", "tool_calls")
+"""Keys of a reply that say something; clients add others."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages; chat templates leave out others without a word."""
+
+
+@dataclass(frozen=True)
+class MessageKey:
+    """Contents of a message, in a form in which equal messages are equal."""
+
+    text: str
+    thoughts: str
+
+    def is_again(self, later: "MessageKey") -> bool:
+        """Return whether a later request has this message, with or without its thoughts."""
+        return self.text == later.text and later.thoughts in ("", self.thoughts)
+
+
+@dataclass(frozen=True, eq=False)
+class RequestContext:
+    """A request, as it follows an earlier exchange, and its tokens."""
+
+    chat: Chat
+    messages: tuple[Message, ...]
+    """Messages for the chat template."""
+    said: tuple[MessageKey, ...]
+    """What each message says."""
+    after: "Exchange | None"
+    """The exchange whose context goes on; None for a new context."""
+    given: np.ndarray
+    """Tokens after the reply of `after`, or of the whole new context."""
+    rendered: str
+    """The messages as the chat template shows them; "" where nothing compares it."""
+
+    @cached_property
+    def context(self) -> np.ndarray:
+        """All tokens that the reply follows."""
+        if self.after is None:
+            return self.given
+        before = self.after
+        return np.concatenate([before.asked.context, before.turn.tokens, self.given])
+
+    @property
+    def begun(self) -> Message | None:
+        """The last message, if the reply continues it."""
+        last = self.messages[-1]
+        is_text = last["role"] == "assistant" and not last.get("tool_calls")
+        is_open = self.after is not None and len(self.after.said) == len(self.said)
+        return last if is_text or is_open else None
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A request and the policy's reply, which the program has received."""
+
+    asked: RequestContext
+    turn: Completion
+    reply: Message
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """The request's messages and the reply, as one message with the one that it continues."""
+        begun = self.asked.begun
+        if begun is None:
+            return (*self.asked.messages, self.reply)
+        head = begun["content"]
+        if self.reply.get("tool_calls"):  # the first of these calls may have begun in the text
+            head = CALL.sub("", head)
+        calls = [*begun.get("tool_calls", ()), *self.reply.get("tool_calls", ())]
+        added = {"content": head + self.reply["content"], "tool_calls": calls}
+        whole = readable({**begun, **self.reply, **added})
+        return (*self.asked.messages[:-1], whole)
+
+    @cached_property
+    def said(self) -> tuple[MessageKey, ...]:
+        """What `messages` say."""
+        return tuple(map(said_in, self.messages))
+
+    @cached_property
+    def spoken(self) -> str:
+        """Text of the reply, with its special tokens but for the one that ends it."""
+        return self.asked.chat.text.decode(self.turn.tokens)
+
+    @property
+    def path(self) -> list["Exchange"]:
+        """The exchanges of its context, from the first one on."""
+        path = [self]
+        while (before := path[-1].asked.after) is not None:
+            path.append(before)
+        return path[::-1]
+
+
+class Session:
+    """The exchanges of one session, in the order in which the program received the replies."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.exchanges: list[Exchange] = []
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], chat: Chat) -> RequestContext:
+        """Return the tokens of a request. ValueError if the chat template cannot show it."""
+        shown = tuple(with_names(list(map(readable, messages))))
+        said = tuple(map(said_in, shown))
+        for exchange in self.exchanges:  # programs may keep the parts of a turn apart
+            apart = (*exchange.asked.said, said_in(exchange.reply))
+            if exchange.asked.begun is not None and begins(said, apart):
+                shown = (*exchange.messages, *shown[len(apart) :])
+                said = tuple(map(said_in, shown))
+        rendered = ""
+        if self.history == "template":
+            rendered = chat.rendered(shown)
+        before = self._before(said, chat, rendered)
+        if before is None:
+            rendered = rendered or chat.rendered(shown)
+            return RequestContext(chat, shown, said, None, chat.text.tokens(rendered), rendered)
+        new = shown[len(before.said) :]
+        last = int(before.turn.tokens[-1])
+        described = chat.described(before.asked.messages)
+        given = chat.reply(last, new, described) if new else NO_TOKENS
+        return RequestContext(chat, shown, said, before, given, rendered)
+
+    def add(self, asked: RequestContext, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
+        """Record a reply that the program receives."""
+        exchange = Exchange(asked, turn, readable(reply))
+        self.exchanges.append(exchange)
+        return exchange
+
+    @property
+    def forks(self) -> int:
+        """Contexts beyond the first one."""
+        return max(0, len(self._leaves()) - 1)
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """The tokens that the first context begins with. There is at least one exchange."""
+        return self.exchanges[0].asked.given
+
+    def completion(self, shared: int, finished: bool) -> Completion:
+        """Return everything behind the first `shared` tokens of the prompt as one completion.
+
+        Each further context is a restart. A reply that several contexts share is sampled in the
+        first of them, and given in others.
+        """
+        whole = NOTHING
+        given: list[np.ndarray] = []
+        known: set[Exchange] = set()
+        for leaf in self._leaves():
+            restart = bool(known)
+            for exchange in leaf.path:
+                given.append(exchange.asked.given[0 if known else shared :])
+                if exchange in known:
+                    given.append(exchange.turn.tokens)
+                    continue
+                whole = joined(whole, np.concatenate(given), exchange.turn, restart)
+                restart = False
+                known.add(exchange)
+                given.clear()
+        return replace(whole, finished=finished)
+
+    def _leaves(self) -> list[Exchange]:
+        """Return the last exchange of each context, in the order in which contexts began."""
+        followed = {exchange.asked.after for exchange in self.exchanges}
+        leaves = [exchange for exchange in self.exchanges if exchange not in followed]
+        return sorted(leaves, key=lambda leaf: self.exchanges.index(leaf.path[0]))
+
+    def _before(self, said: Sequence[MessageKey], chat: Chat, rendered: str) -> Exchange | None:
+        """Return the deepest exchange that the request follows, or whose turn it continues."""
+        earlier = []
+        for exchange in self.exchanges:
+            is_open = int(exchange.turn.tokens[-1]) not in chat.text.eos_ids
+            same_tools = exchange.asked.chat.schemas == chat.schemas
+            follows = len(exchange.said) < len(said) + is_open and begins(said, exchange.said)
+            if follows and same_tools:
+                earlier.append(exchange)
+        if self.history == "template":
+            now = squeezed(rendered)
+            shown = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
+            earlier = [e for e, then in zip(earlier, shown, strict=True) if now.startswith(then)]
+        return max(earlier, key=lambda exchange: len(exchange.said), default=None)
+
+
+@dataclass(eq=False)
+class PendingReply:
+    """A call: a request and its retries, which all get the same response."""
+
+    body: str
+    task: "asyncio.Task[tuple[RequestContext, Completion]]" = field(init=False)
+    number: int = 0
+    waiting: int = 0  # connections
+    response: Any = None
+
+
+@dataclass(eq=False)
+class OpenSession:
+    """A session that is being held: sample number `sample` of the search with this seed."""
+
+    session: Session
+    sampling: Sampling
+    search: int
+    sample: int
+    max_calls: int
+    calls: int = 0
+    jobs: list[PendingReply] = field(default_factory=list)
+
+    def repeated(self, body: str, has_key: bool, is_retry: bool) -> PendingReply | None:
+        """Return the call that a request repeats.
+
+        Without a key, only a retry repeats a call that a client still waits for.
+        """
+        same = [job for job in self.jobs if job.body == body]
+        pending = [job for job in same if job.response is None and (is_retry or not job.waiting)]
+        return min(same if has_key else pending, key=lambda job: job.waiting, default=None)
+
+    def seed(self, job: PendingReply) -> int:
+        """Return the seed of a call, and number it."""
+        if self.calls == self.max_calls:
+            raise RefusedError(410, f"the session has had its {self.calls} calls (max_calls)")
+        job.number = self.calls
+        self.calls += 1
+        return seed_of(self.search, Use.TURN, self.sample, job.number)
+
+    def respond(
+        self, job: PendingReply, request: Request, asked: RequestContext, turn: Completion
+    ) -> Any:
+        """Record the reply to a request, and return the response."""
+        given = asked.context, turn, request, request.stops or self.sampling.stop
+        message = message_of(asked.chat, *given, asked.begun, job.number)
+        self.session.add(asked, turn, message)
+        return completion(asked.chat.text, *given, message)
+
+
+class Turns:
+    """Turns to sample. Those that arrive while a batch runs are the next batch.
+
+    The threads that hold sessions sample them, so that an engine's error ends their search.
+    """
+
+    def __init__(
+        self, complete: Callable[[Sequence[Turn]], list[Completion]], joins_batches: bool
+    ) -> None:
+        """`complete` samples turns; `joins_batches` is as of an engine."""
+        self._run = complete
+        self._changed = threading.Condition()  # guards what is waiting and expected
+        self._expected = 0
+        self._waiting: list[tuple[Turn, Future[Completion]]] = []
+        self._threads = ThreadPoolExecutor(AT_ONCE, "turn") if joins_batches else None
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def expect(self) -> Iterator[None]:
+        """Let the next batch wait while the tokens of a turn that has arrived are made."""
+        with self._changed:
+            self._expected += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._expected -= 1
+                self._changed.notify()
+
+    def sample(self, turn: Turn) -> "asyncio.Future[Completion]":
+        """Return the completion of a turn. Cancelling drops it, unless it is being sampled."""
+        future: Future[Completion] = Future()
+        with self._changed:
+            self._waiting.append((turn, future))
+            self._changed.notify()
+        return asyncio.wrap_future(future)
+
+    def work(self, seconds: float) -> None:
+        """Sample the turns that are waiting; wait so long for the first one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting, seconds)
+            self._changed.wait_for(lambda: not self._expected, TOKENISING)
+            taken = self._waiting
+            self._waiting = []
+        wanted = [each for each in taken if each[1].set_running_or_notify_cancel()]
+        if self._threads is None:
+            self._complete(wanted)
+            return
+        for each in wanted:
+            self._threads.submit(self._complete, [each])
+
+    def _complete(self, wanted: Sequence[tuple[Turn, "Future[Completion]"]]) -> None:
+        if not wanted:
+            return
+        try:
+            completions = self._run([turn for turn, _ in wanted])
+        except BaseException as error:
+            for _, future in wanted:
+                future.set_exception(error)
+            raise
+        for (_, future), sampled in zip(wanted, completions, strict=True):
+            future.set_result(sampled)
+
+
+def readable(message: Mapping[str, Any]) -> Message:
+    """Return a message for chat templates, with its content as text. ValueError if it is none."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role is not None and role not in ROLES:
+        raise ValueError(f"role = {role!r} is none of {', '.join(ROLES)}")
+    plain = normalised(message)
+    return {**plain, "content": text_of(plain["content"])}
+
+
+def begins(said: Sequence[MessageKey], own: Sequence[MessageKey]) -> bool:
+    """Return whether a request begins with the messages of an exchange."""
+    return len(own) <= len(said) and all(map(MessageKey.is_again, own, said))
+
+
+def said_in(message: Message) -> MessageKey:
+    """Return what a readable message says."""
+    said = {name: value for name, value in message.items() if name not in (*IDS, *THOUGHTS)}
+    if said["role"] == "assistant":
+        said = {name: value for name, value in said.items() if name in REPLY}
+        said["content"] = said["content"].strip()
+    if "tool_calls" in said:
+        said["tool_calls"] = [call["function"] for call in said["tool_calls"]]
+    thoughts = "".join(str(message.get(name, "")) for name in THOUGHTS)
+    plain = json.loads(json.dumps(said), parse_int=float)  # JavaScript writes 1.0 as 1
+    return MessageKey(json.dumps(plain, sort_keys=True), thoughts)
+
+
+def squeezed(text: str) -> str:
+    """Return a text without white space."""
+    return "".join(text.split())

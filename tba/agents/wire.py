@@ -1,0 +1,219 @@
+"""OpenAI's chat completions as JSON: what a request asks for, and the reply to it."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, Field
+
+from tba.agents.chat import Chat
+from tba.config.tables import Count, NotNegative, Positive, PositiveShare, Texts
+from tba.models.decoding import BYTE, INCOMPLETE
+from tba.models.pretrained import Tokenizer
+from tba.prompt import Message
+from tba.types import Completion, Sampling
+
+COLDEST = 0.01
+"""Temperature for programs that ask for 0."""
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "n": (1,), "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "min_p": (0, 0.0),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
+    "logit_bias": ({},), "chat_template_kwargs": ({},), "skip_special_tokens": (False,),
+}  # fmt: skip
+"""Parameters with the values that change nothing; others are refused."""
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "priority", "cache_salt",
+}  # fmt: skip
+"""Parameters that change nothing, whatever their value."""
+CODES = {
+    400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended",
+    499: "gone", 503: "overloaded",
+}  # fmt: skip
+
+
+class Request(BaseModel, extra="allow", strict=True):
+    """Body of a request. `model` is ignored; what is named neither here nor above is refused."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    model: str = "policy"
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    stop: Texts | None = None
+    seed: int | None = None
+    temperature: NotNegative | None = None
+    top_p: PositiveShare | None = None
+    top_k: Annotated[Count, BeforeValidator(lambda k: 0 if k == -1 else k)] | None = None
+    stream: bool | None = False
+    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = None
+    logprobs: bool | None = False
+    return_token_ids: bool | None = False
+
+    def sampling(self, own: Sampling, config: Sampling, fixed: str) -> Sampling:
+        """Return how the policy samples its reply; ValueError for what cannot be done.
+
+        `own` is that of a search or an evaluation, `config` that of the config's searches. `fixed`
+        says why no other distribution may be sampled from, if so.
+        """
+        asked = self.model_dump()
+        self._check()
+        limit = min(self.max_completion_tokens or self.max_tokens or own.max_tokens, own.max_tokens)
+        sampling = replace(own, samples=1, max_tokens=limit, stop=self.stops or own.stop)
+        if own.temperature == 0:  # an evaluation with greedy replies
+            return sampling
+        if fixed:
+            for name in ("temperature", "top_p", "top_k"):
+                if asked[name] not in (None, vars(own)[name], vars(config)[name]):
+                    told = f"{name} = {asked[name]:g} is not that of the config, and {fixed}"
+                    raise ValueError(told)
+            return sampling  # an evaluation has a temperature of its own
+        if self.temperature not in (None, own.temperature):
+            sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
+        given = {name: asked[name] for name in ("top_p", "top_k") if asked[name] is not None}
+        return replace(sampling, **given)
+
+    def _check(self) -> None:
+        """Raise ValueError for parameters that are not supported or contradict each other."""
+        others = {"tool_choice": self.tool_choice, **(self.model_extra or {})}
+        for name, value in sorted(others.items()):
+            neutral = [one for one in NEUTRAL.get(name, ()) if type(one) is type(value)]
+            if value is not None and value not in neutral and name not in IGNORED:
+                several = " and repeat the request: each gets its own reply" if name == "n" else ""
+                raise ValueError(f"{name} = {value!r} is not supported; leave it out{several}")
+        if len({None, self.max_tokens, self.max_completion_tokens}) == 3:
+            raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        for place, message in enumerate(self.messages):
+            kinds = str | list | None if message.get("role") == "assistant" else str | list
+            if not isinstance(message.get("content"), kinds):
+                raise ValueError(f"messages.{place}.content must be a text or a list of parts")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.stop or ()
+
+
+def message_of(
+    chat: Chat, context: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str],
+    begun: Message | None = None, number: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the reply to call `number` of a session, which may continue a message, as OpenAI's.
+
+    Calls stay text where they cannot be read, or the request has no tools that may be called.
+    """
+    message, calls = chat.read(context, turn.tokens, stop, begun)
+    may_call = asked.tools and asked.tool_choice != "none"
+    if not may_call or not calls or any(call.error for call in calls):
+        shown = chat.text.answer(turn.tokens, turn.finished, stop).text
+        return {"role": "assistant", "content": shown}
+    reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
+    for place, call in enumerate(calls):
+        function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+        own = f"c{number:04}t{place:03}"  # some templates want 9 letters and digits
+        reply["tool_calls"].append({"id": own, "type": "function", "function": function})
+    return reply
+
+
+def completion(
+    text: Tokenizer, prompt: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str],
+    message: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Return a reply in OpenAI's form, as JSON or as a stream, in which the message is one part."""
+    from starlette.responses import JSONResponse, Response
+
+    reason = "tool_calls" if message.get("tool_calls") else "stop"
+    choice: dict[str, Any] = {"index": 0, "finish_reason": reason if turn.finished else "length"}
+    if asked.logprobs:
+        choice["logprobs"] = {"content": _logprobs(text, turn, stop)}
+    if asked.return_token_ids:
+        choice["token_ids"] = turn.tokens.tolist()
+    usage = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(turn.tokens),
+        "total_tokens": len(prompt) + len(turn.tokens),
+    }
+    reply: dict[str, Any] = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": asked.model,
+    }
+    if asked.return_token_ids:
+        reply["prompt_token_ids"] = prompt.tolist()
+    if not asked.stream:
+        choice["message"] = message
+        whole = {"object": "chat.completion", "choices": [choice], "usage": usage}
+        return JSONResponse(reply | whole)
+    if "tool_calls" in message:
+        calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        message = {**message, "tool_calls": calls}
+    reply |= {"object": "chat.completion.chunk", "usage": None}
+    # the end is a part of its own: with it, OpenAI's client tells that a call is complete
+    begun = {**choice, "delta": message, "finish_reason": None}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    parts = [{**reply, "choices": [begun]}, {**reply, "choices": [ended]}]
+    if (asked.stream_options or {}).get("include_usage"):
+        parts.append({**reply, "choices": [], "usage": usage})
+    stream = "".join(f"data: {event}\n\n" for event in [*map(json.dumps, parts), "[DONE]"])
+    return Response(stream, media_type="text/event-stream")
+
+
+def _logprobs(text: Tokenizer, turn: Completion, stop: Sequence[str]) -> list[dict[str, Any]]:
+    """Return each token's log-prob at the temperature of the config, and its bytes in the reply.
+
+    EOS and what a stop string cuts off have no bytes.
+    """
+    ids = turn.tokens.tolist()
+    pieces = [b"" if token in text.eos_ids else _bytes(text, token) for token in ids]
+    whole = b"".join(pieces)
+    # some tokenizers drop a space at the beginning
+    start = max(0, whole.decode(errors="replace").find(text.decode(turn.tokens)))
+    ends = [place for s in stop if (place := whole.find(s.encode(), start)) >= 0]
+    end = min(ends, default=len(whole))
+    content = []
+    place = 0
+    for token, logp, piece in zip(ids, turn.logp.tolist(), pieces, strict=True):
+        shown = piece.decode(errors="replace") or text.tokenizer.decode([token])
+        own = whole[max(start, place) : max(start, min(end, place + len(piece)))]
+        place += len(piece)
+        content.append({"token": shown, "logprob": logp, "bytes": [*own], "top_logprobs": []})
+    return content
+
+
+def _bytes(text: Tokenizer, token: int) -> bytes:
+    """Return the bytes of a token within a text."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alone, twice = (text.decode(np.full(n, token)) for n in (1, 2))
+    if INCOMPLETE not in alone:
+        return twice[len(alone) :].encode()
+    name = text.tokenizer.convert_ids_to_tokens(token)
+    if byte := BYTE.fullmatch(name):
+        return bytes.fromhex(byte[1])
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return bytes(byte_of[c] for c in name) if byte_of.keys() >= {*name} else alone.encode()
+
+
+class RefusedError(Exception):
+    """A request is refused with this status and code, and in a sentence."""
+
+    def __init__(self, status: int, why: str, code: str = "") -> None:
+        super().__init__(why)
+        self.status = status
+        self._code = code or CODES[status]
+
+    def reply(self) -> Any:
+        """Return the error as OpenAI's clients read it."""
+        from starlette.responses import JSONResponse
+
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self._code}
+        headers = {"retry-after": "1"} if self.status == 503 else {}
+        return JSONResponse({"error": error}, self.status, headers)

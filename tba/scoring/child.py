@@ -1,0 +1,170 @@
+"""Main program of a scoring process. It imports torch only if the task does.
+
+Requests arrive as pickles through a socket, replies leave as lines of JSON: the number of the call,
+a kind, and a value. Sync functions run in the main thread, which some graders need for their own
+alarms, and async ones in an event loop beside it.
+"""
+
+import asyncio
+import json
+import math
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable
+from contextlib import suppress
+from functools import cached_property
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tba.child import MARK, STARTED, kill, kill_with_parent, started_by
+from tba.scoring.verdicts import Rejected, Verdict, finished, parse_score, rejection
+from tba.tasks import Itemized, Task, listed, scorer_of
+
+SLICE = 0.1
+"""Most seconds of a call's time that count while the event loop does not turn."""
+
+
+def main(end: int) -> None:
+    """Score for the searcher at the other end of a socket, until that is closed."""
+    kill_with_parent()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.set_inheritable(end, False)  # who has it would hide the end of this process
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, end))
+    _limit(resource.RLIMIT_CORE, 0)
+    with suppress(OSError):  # short of memory, Linux ends this process and not the trainer
+        Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
+    try:
+        ScoringServer(socket.socket(fileno=end)).serve()
+    except (EOFError, OSError):  # the searcher has ended
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            # a function may have broken what this needs
+            kill(started_by(os.getpid(), os.environ[MARK]))
+        finally:
+            os.killpg(0, signal.SIGKILL)  # with threads that hang
+
+
+def _limit(kind: int, most: float) -> None:
+    """Limit a resource of this process; the system's own limit stays if it is lower."""
+    _, hard = resource.getrlimit(kind)
+    if math.isfinite(most):
+        wanted = math.ceil(most)
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (soft, hard))
+
+
+class ScoringServer:
+    """The tasks, and the connection to the searcher."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._pid = os.getpid()
+
+    def serve(self) -> None:
+        """Build the tasks, and answer requests; EOFError when the searcher has ended."""
+        requests = self._connection.makefile("rb")
+        max_memory, builds = pickle.load(requests)
+        self._tasks: dict[str, Task] = {}
+        try:
+            for name, build in pickle.loads(builds).items():
+                self._tasks[name] = build()
+        except BaseException as error:
+            self._reply(STARTED, "failed", rejection(error).detail)
+            return
+        # memory that is written, not address space: torch and CUDA reserve much more of that; not
+        # before, because a judge of billions of parameters is loaded to the CPU first
+        in_use = psutil.Process().memory_info().data if sys.platform == "linux" else 0
+        _limit(resource.RLIMIT_DATA, in_use + max_memory * 1e9)
+        self._reply(STARTED, "started")
+        while True:
+            number, seconds, group = pickle.load(requests)
+            until = time.monotonic() + seconds
+            scores = self._begin(group)
+            if isinstance(scores, list | Rejected):
+                self._send(number, scores)
+            else:
+                left = until - time.monotonic()
+                self._reply(number, "awaits", left)
+                asyncio.run_coroutine_threadsafe(self._await(number, scores, left), self._loop)
+
+    def _begin(self, group: bytes) -> Any:
+        """Return scores, an awaitable of them, or a rejection of the group."""
+        try:
+            name, prompt, answers = pickle.loads(group)
+            scores = scorer_of(self._tasks, name).score(prompt, answers)
+            return scores if isawaitable(scores) else listed(scores)
+        except BaseException as error:  # untrusted: only the searcher ends this process
+            return rejection(error)
+
+    async def _await(self, number: int, scores: Awaitable[Any], left: float) -> None:
+        """Send awaited scores. The deadline pauses while another call blocks the event loop."""
+        call = asyncio.ensure_future(finished(scores))
+        while left > 0 and not call.done():
+            began = time.monotonic()
+            most = min(left, SLICE)
+            await asyncio.wait([call], timeout=most)
+            left -= min(time.monotonic() - began, most)
+        if call.done():
+            self._send(number, call.result())
+        else:
+            call.cancel()
+            self._reply(number, "late")
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=_run_until_stopped, args=[loop], daemon=True).start()
+        return loop
+
+    def _send(self, number: int, scores: list[Any] | Rejected) -> None:
+        """Send a verdict on each score, or the rejection of all.
+
+        A function that closes standard output costs its group: the searcher starts a new process.
+        """
+        if sys.stdout.closed:  # no later function could print
+            os._exit(1)
+        if isinstance(scores, list):
+            try:
+                verdicts = [_as_json(parse_score(score)) for score in scores]
+                return self._reply(number, "verdicts", verdicts)
+            except Exception as error:  # a score may be an object that raises
+                scores = rejection(error)
+        return self._reply(number, "rejected", _as_json(scores))
+
+    def _reply(self, number: int, kind: str, value: Any = None) -> None:
+        if os.getpid() != self._pid:  # a function has forked, and both processes return
+            os._exit(1)
+        line = json.dumps([number, kind, value]) + "\n"
+        with self._sending:
+            self._connection.sendall(line.encode())
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, whatever the functions in it raise."""
+    while True:
+        # asyncio lets them out, and keeps them for the task
+        with suppress(SystemExit, KeyboardInterrupt):
+            return loop.run_forever()
+
+
+def _as_json(verdict: Verdict) -> Any:
+    """Return a verdict as JSON: a number, a reason and a message, or a number with its items."""
+    if isinstance(verdict, Rejected):
+        return [verdict.reason, verdict.detail]
+    if isinstance(verdict, Itemized):
+        return {"reward": float(verdict), **vars(verdict)}
+    return verdict

@@ -1,0 +1,57 @@
+"""Responses of a search to its prompts, and what turns them into trajectories with rewards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba.models.pretrained import Tokenizer
+from tba.prompt import Answer, Prompt
+from tba.scoring.verdicts import Verdict, added
+from tba.types import Completion
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """Result of a call as the policy reads it, which may be an error, and may have been cut."""
+
+    content: str
+    failed: bool = False
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses to prompts, as tokens and as what a task scores."""
+
+    prompts: Sequence[np.ndarray]
+    completions: Sequence[Sequence[Completion]]
+    answers: Sequence[Sequence[Answer | Verdict]]
+    """What scores them, or a verdict, such as that an environment could not be reset."""
+    results: Sequence[ToolResult] = ()
+    """Results of the tools' calls."""
+    rewards: Sequence[Sequence[Verdict]] | None = None
+    """Rewards that a program returned, to which the task's functions add theirs."""
+
+    def rewarded(
+        self, verdicts: list[list[Verdict]], scored: Sequence[Sequence[Answer | Verdict]]
+    ) -> list[list[Verdict]]:
+        """Return verdicts of the task's functions with the program's rewards added.
+
+        `scored` are the answers that the functions have seen, or verdicts, which stand alone.
+        """
+        if self.rewards is None:
+            return verdicts
+        rewarded = []
+        for group in zip(verdicts, self.rewards, scored, strict=True):
+            triples = zip(*group, strict=True)
+            rewarded.append([added(v, r) if isinstance(a, Answer) else v for v, r, a in triples])
+        return rewarded
+
+    def prompt_text(self, text: Tokenizer, prompt: Prompt, place: int) -> str:
+        """Return the prompt of the responses at this place, for a person to read."""
+        answer = self.answers[place][0]
+        dialogue = not isinstance(answer, Answer) or answer.messages is not None
+        if isinstance(prompt.text, str) and not dialogue:
+            return prompt.text
+        return text.prompt(self.prompts[place])  # with its tools

@@ -1,0 +1,294 @@
+"""Scoring of answers: each call has a deadline, and a sample without a finite reward is rejected.
+
+The process that scores is killed if a call hangs; `child` is its main program.
+"""
+
+import asyncio
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import isawaitable
+from threading import Lock
+from typing import Any
+
+import cloudpickle
+
+from tba.child import Child
+from tba.engines import EngineError, RewardError
+from tba.prompt import Answer, Prompt
+from tba.scoring.process import EventLoop, NoReply, Process
+from tba.scoring.verdicts import DIED, Rejected, Verdict, finished, parse_score, rejection
+from tba.tasks import REWARD, Itemized, ScorerName, Task, listed, scorer_of
+
+TIMEOUTS = 2
+"""Timeouts in a row after which the remaining groups are not tried."""
+
+GRACE = 1.0
+"""Seconds past its deadline after which an async call has blocked the event loop."""
+
+NOT_TRIED = Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
+
+
+Verdicts = list[Verdict] | Rejected
+"""A verdict on each answer of a group, or the rejection of all."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A call whose function is async: the reply comes in so many seconds."""
+
+    seconds: float
+
+
+@dataclass
+class Search:
+    """The calls of one search, which end after timeouts in a row."""
+
+    name: ScorerName
+    timeouts: int = 0
+    """Timeouts in a row, without a reply between them."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the scoring function for one group, in a process."""
+
+    search: Search
+    group: bytes
+    size: int
+    seconds: float
+
+
+class Scoring:
+    """Scores groups by their task, and returns a verdict on each answer, whatever the task does.
+
+    A call has `deadline` seconds for each of its answers, and at most `longest`. A sync task scores
+    one group at a time, an async one `concurrency` groups at once, however many searches there are.
+    A call that raises is repeated for each answer of the group, so that one bad sample does not
+    cost its neighbours. A call that times out or ends the process costs its group; groups beside it
+    are tried again. After two timeouts in a row, the remaining groups of the search are rejected.
+
+        Scoring()                    the thread of a search waits for the verdicts on its groups
+          _group                     a thread for each group, `concurrency` at most
+            _attempt                 in one event loop, where no two calls begin at once
+              Process.call           sends the group -> `child.ScoringServer`, which calls the task
+              Process.reply          waits for verdicts, or for the news that they are awaited
+
+    Without a process, a call is a plain call, without deadlines, for a debugger.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        process: "ScoringProcess | None" = None,
+        deadline: float = 10.0,
+        concurrency: int = 8,
+        longest: float = math.inf,
+        steps: int = 0,
+    ):
+        self.tasks = tasks
+        """The task of the run, "", and those of evaluation sets by name."""
+        self._process = process
+        self._deadline = deadline
+        self._longest = longest
+        self._steps = steps  # `run.steps`, which rewards may ask of an answer
+        self._plain = Lock()
+        if process is not None:
+            self._groups = ThreadPoolExecutor(concurrency, "scoring")
+            self._turn = asyncio.Lock()  # first come, first served
+            self._loop = EventLoop("scoring")
+            self._started = self._loop.begin(process.ready())
+            weakref.finalize(self, self._loop.stop)
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        answers: Sequence[Sequence[Answer | Verdict]],
+        name: ScorerName = REWARD,
+    ) -> list[list[Verdict]]:
+        """Return the reward's or a measure's verdicts on answers; verdicts among these stay."""
+        score = partial(self._group, Search(name))
+        unscored = [[a for a in group if isinstance(a, Answer)] for group in answers]
+        if self._process is None:
+            with self._plain:
+                scored = list(map(score, prompts, unscored))
+        else:
+            scored = list(self._groups.map(score, prompts, unscored))
+        verdicts = []
+        for group, new in zip(answers, map(iter, scored), strict=True):
+            verdicts.append([next(new) if isinstance(a, Answer) else a for a in group])
+        return verdicts
+
+    def wait_until_ready(self) -> None:
+        """Wait until groups can be scored; RuntimeError if the process does not start."""
+        if self._process is None:
+            return
+        try:
+            self._started.result()
+        except RuntimeError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._loop.close()
+            self._groups.shutdown()
+
+    def _group(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
+        """Score a group; if the call raises, score each of its answers alone."""
+        if not answers:
+            return []
+        answers = [replace(answer, steps=self._steps) for answer in answers]
+        verdicts = self._call(search, prompt, answers)
+        first = verdicts[0]
+        raised = isinstance(first, Rejected) and first.reason in ("raised", "memory")
+        if not raised or len(answers) == 1:
+            return verdicts
+        verdicts = []
+        for answer in answers:
+            (verdict,) = self._call(search, prompt, [answer])
+            # a function that compares answers has no score for one: the error is the reason
+            no_score = isinstance(verdict, Rejected) and verdict.reason == "none"
+            verdicts.append(first if no_score else verdict)
+        return verdicts
+
+    def _call(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
+        """Return one verdict for each answer; all are rejected together."""
+        if self._process is None:
+            verdicts = self._plainly(search.name, prompt, answers)
+        else:
+            verdicts = self._in_process(search, prompt, answers)
+        n = len(answers)
+        if isinstance(verdicts, list) and len(verdicts) != n:
+            verdicts = Rejected("wrong_length", f"{len(verdicts)} rewards for {n} answers")
+        return [verdicts] * n if isinstance(verdicts, Rejected) else verdicts
+
+    def _plainly(self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
+        """Call the function here; an async one in a thread, because this one may have a loop."""
+        try:
+            scores: Any = scorer_of(self.tasks, name).score(prompt, answers)
+            if isawaitable(scores):
+                with ThreadPoolExecutor(1) as thread:
+                    scores = thread.submit(asyncio.run, finished(scores)).result()
+            if isinstance(scores, Rejected):
+                return scores
+            return list(map(parse_score, listed(scores)))
+        except Exception as error:  # untrusted
+            return rejection(error)
+
+    def _in_process(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
+        """Call the function in the process, again if another call may have ended that."""
+        try:
+            group = pickle.dumps((search.name, prompt, tuple(answers)))
+        except Exception as error:  # columns may hold anything
+            return rejection(error)
+        seconds = min(self._deadline * len(answers), self._longest)
+        call = Call(search, group, len(answers), seconds)
+        verdicts = self._loop.begin(self._attempt(call)).result()
+        if verdicts is None:
+            verdicts = self._loop.begin(self._attempt(call, alone=True)).result()
+        assert verdicts is not None
+        return verdicts
+
+    async def _attempt(self, call: Call, alone: bool = False) -> Verdicts | None:
+        """Return verdicts; None if another call may be the cause that there are none.
+
+        Calls begin one after the other. While one is `alone`, no other begins at all.
+        """
+        process = self._process
+        assert process is not None
+        async with self._turn:
+            await process.ready()
+            if call.search.timeouts >= TIMEOUTS:
+                return NOT_TRIED
+            number = process.call(lambda n: pickle.dumps((n, call.seconds, call.group)))
+            reply = await _reply(process, number, call.seconds)
+            if alone and isinstance(reply, Pending):
+                reply = await _reply(process, number, reply.seconds + GRACE)
+        if isinstance(reply, Pending):
+            reply = await _reply(process, number, reply.seconds + GRACE)
+        process.forget(number)
+        if isinstance(reply, NoReply) and reply.beside and not alone:
+            return None
+        if isinstance(reply, NoReply) and not reply.how:
+            return self._timeout(call)
+        call.search.timeouts = 0
+        if isinstance(reply, NoReply):
+            return Rejected(DIED, f"the scoring process ended {reply.how}")
+        return reply
+
+    def _timeout(self, call: Call) -> Rejected:
+        call.search.timeouts += 1
+        limit = f"reward.deadline = {self._deadline:g} s for each"
+        if call.seconds == self._longest:
+            limit += ", at most a quarter of runtime.task_deadline"
+        return Rejected(
+            "timeout",
+            f"scoring of {call.size} answers did not return within {call.seconds:g} s ({limit})",
+        )
+
+
+async def _reply(process: Process, number: int, seconds: float) -> Any:
+    """Return a reply to a call. If there is none in time, the process is ended."""
+    try:
+        return await process.reply(number, seconds)
+    except TimeoutError:
+        late = NoReply("", beside=len(process.calls) > 1)
+        await process.end()
+        return late
+
+
+class ScoringProcess(Process):
+    """A process that scores, and is replaced when it has ended.
+
+    It builds the task of the run, "", and those of evaluation sets, so that judges of the same
+    model share it.
+    """
+
+    def __init__(
+        self,
+        builds: Mapping[str, Callable[[], Task]],
+        max_memory: float,
+        start_deadline: float = 300.0,
+    ):
+        setup = pickle.dumps((max_memory, cloudpickle.dumps(builds)))
+        hint = "\nIf the task works in the searcher's own process, set reward.isolate=none"
+        super().__init__("the scoring process", setup, start_deadline, hint)
+
+    async def ready(self) -> None:
+        """Start the process unless it runs; RewardError if it cannot start.
+
+        EngineError, which restarts the searcher, if there has been one before.
+        """
+        try:
+            await super().ready()
+        except ChildProcessError as error:
+            kind = EngineError if self.worked else RewardError
+            raise kind(str(error)) from error
+
+    def child(self, end: int) -> Child:
+        return Child("tba.scoring.child:main", end, pass_fds=[end])
+
+    def parse(self, kind: str, value: Any) -> Verdicts | Pending | NoReply | None:
+        if kind == "verdicts":
+            return list(map(_from_json, value))
+        if kind == "rejected":
+            return Rejected(*map(str, value))
+        if kind == "awaits":
+            return Pending(float(value))
+        return NoReply("", beside=False) if kind == "late" else None
+
+
+def _from_json(plain: Any) -> Verdict:
+    """Return a verdict that `child` has sent."""
+    if isinstance(plain, list):
+        return Rejected(*map(str, plain))
+    if isinstance(plain, dict):
+        items = {name: float(value) for name, value in plain["items"].items()}
+        return Itemized(float(plain["reward"]), items, dict(plain["notes"]))
+    return float(plain)

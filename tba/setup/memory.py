@@ -1,0 +1,437 @@
+"""Memory of each process of a run, computed from its config and config.json, without weights.
+
+docs/memory.md explains the parts and which of them are exact. Only `processes` combines them: the
+dry run, `tba plan` and the table in docs/scaling.md use it.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from tba.config.errors import size
+from tba.config.schema import Config
+from tba.config.tables import PolicyTable
+from tba.engines import engine_in_bf16
+from tba.learn import TrainerSizes
+from tba.learn.optimizer import MOMENTS
+from tba.models.forward import layers_of
+from tba.models.lora import empty_adapted, frozen_bytes
+from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
+from tba.runtime.placement import PUBLISHED, gpu_count
+from tba.weights import trained
+
+PROCESS = 0.5e9
+"""Bytes of a process with PyTorch on the host, and of its CUDA context on the GPU."""
+LOGIT = 10
+"""Bytes per logit in a chunk of the LM head: one bf16 copy and two fp32 copies."""
+HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
+"""Maximum memory of the LM head in bytes, by device."""
+VLLM = {"activations and graphs": 2e9, "graphs": 1e9}
+"""GPU bytes that vLLM needs in addition to weights and cache, awake and asleep."""
+BETWEEN_STEPS = ("CUDA", "weights", "moments")
+ALTERNATIVES = {
+    "policy.gradient_checkpointing=true": lambda c: c.policy.gradient_checkpointing,
+    "trainer.devices above 1": lambda c: c.runtime.use == "local",
+    "policy.lora": lambda c: c.policy.lora is not None,
+    "runtime.colocate=sleep": lambda c: c.engine.use != "vllm" or c.runtime.colocate == "sleep",
+}
+"""Settings that reduce memory, and whether a config already has each one, or cannot use it."""
+MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
+"""Options of judges and tasks that name models loaded by each searcher."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Number of GPUs, memory of a GPU and of the host in bytes; `inf` if unknown."""
+
+    gpus: int
+    card: float
+    host: float
+
+    def room(self, card: int | None) -> float:
+        return self.host if card is None else self.card
+
+
+def this_machine() -> Machine:
+    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
+    return Machine(len(cards), min(cards, default=0), psutil.virtual_memory().total)
+
+
+def planned_machine(gpus: str) -> Machine:
+    """Parse a string such as `4x80`, four GPUs of 80 GB; ValueError for any other format."""
+    written = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,4}(?:\.\d+)?)", gpus)
+    if written is None or float(written[2]) == 0:
+        raise ValueError(f"--gpus {gpus}: write number x GB of each, such as --gpus 4x80")
+    return Machine(int(written[1]), float(written[2]) * 1e9, inf)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Parameter counts of a model, and the dimensions that determine its activation memory."""
+
+    parameters: int
+    base: int
+    """Parameters without adapters."""
+    trained: int
+    largest: int
+    """Number of elements of the largest trained tensor."""
+    frozen: float
+    """Bytes of the frozen weights in the trainer and in the reference."""
+    layer: int
+    """Parameters of the largest layer."""
+    root: int
+    """Parameters outside the layers: embeddings, norm and LM head."""
+    layers: int
+    hidden: int
+    inner: int
+    """Width of the MLP."""
+    heads: int
+    keys: int
+    """Width of a token's keys in one layer."""
+    vocabulary: int
+    has_sdpa: bool
+
+
+def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
+    """Return the sizes of a model whose trainer computes in bf16 or fp32."""
+    base = load_empty_model(policy)
+    model = base if policy.lora is None else empty_adapted(policy, bf16)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    every = sum(p.numel() for p in model.parameters())
+    text = load_config(policy).get_text_config()
+    plain = text.to_dict()
+    hidden = text.hidden_size
+    heads = text.num_attention_heads
+    return ModelSizes(
+        parameters=every,
+        base=sum(p.numel() for p in base.parameters()),
+        trained=sum(p.numel() for p in trained(model).values()),
+        largest=max(p.numel() for p in trained(model).values()),
+        frozen=frozen_bytes(policy, model),
+        layer=max(layers),
+        root=every - sum(layers),
+        layers=text.num_hidden_layers,
+        hidden=hidden,
+        inner=plain.get("intermediate_size") or plain.get("n_inner") or 4 * hidden,
+        heads=heads,
+        keys=(plain.get("head_dim") or hidden // heads)
+        * (plain.get("num_key_value_heads") or heads),
+        vocabulary=text.vocab_size,
+        has_sdpa=model._supports_sdpa,
+    )
+
+
+def kept(
+    layers: int, hidden: int, inner: int, heads: int, tokens: float, keys: float, scores: float,
+    matrices: int = 0, bf16: bool = True,
+) -> float:  # fmt: skip
+    """Return the bytes that a pass keeps; `inner` is the width of the MLP."""
+    if bf16:  # autocast, with a copy of the matrices
+        layer = tokens * (30 * hidden + 8 * inner) + keys * 4 * hidden + scores * 6 * heads
+        return layers * layer + 2 * matrices
+    layer = tokens * (32 * hidden + 16 * inner) + keys * 8 * hidden + scores * 4 * heads
+    return layers * layer
+
+
+def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
+    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length."""
+    own = length - 1  # the last token of a response predicts nothing
+    tokens = prompt + responses * own
+    if tokens <= 256:  # packed into one row
+        return tokens, tokens, tokens**2
+    seen = prompt + own
+    return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a run, and its memory in bytes by content."""
+
+    name: str
+    card: int | None
+    """GPU of the process; None for host memory."""
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory that the processes of a run need on a machine.
+
+    `config` includes all plug-in options; `prompt` is the length of the longest prompt.
+    """
+
+    config: Config
+    machine: Machine
+    prompt: int
+    bf16: bool
+    """Whether the trainer computes in bf16."""
+    sizes: ModelSizes
+
+    @classmethod
+    def of(cls, config: Config, machine: Machine, prompt: int) -> "MemoryEstimate":
+        """Read the model's config.json; assumes that GPUs compute in bf16."""
+        policy = config.policy
+        bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
+        return cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+
+    @property
+    def each(self) -> int:
+        """Number of GPUs per engine."""
+        return int(self.config.engine.options.get("tensor_parallel_size", 1))
+
+    @property
+    def searchers(self) -> int:
+        """Number of searchers; for a range, as many as there are GPUs for."""
+        r = self.config.runtime
+        if isinstance(r.searchers, int):
+            return r.searchers
+        room = (self.machine.gpus - self.config.trainer.devices) // self.each
+        return min(r.searchers.max, max(r.searchers.min, room))
+
+    @cached_property
+    def processes(self) -> list[Process]:
+        """All processes, placed on GPUs as Ray does; without GPUs, all on the host."""
+        c = self.config
+        each = self.each if self.machine.gpus else 1
+        cards: list[int | None] = [*range(self.machine.gpus)] or [None]
+        ranks = c.trainer.devices
+        free = cards[:1] if c.runtime.use == "local" else cards[ranks:] or cards
+        name = "trainer" if ranks == 1 else "rank of the trainer"
+        context = {"CUDA": PROCESS} if self.machine.gpus else {}
+        training = context | self._step()
+        engine = self._engine()
+        if c.runtime.colocate == "sleep":  # they use the GPU in turns: the larger total counts
+            between = {n: size for n, size in training.items() if n in BETWEEN_STEPS}
+            asleep = {"graphs": VLLM["graphs"]} if self.machine.gpus else {}
+            in_turns = (training, asleep), (between, engine)
+            training, engine = max(in_turns, key=lambda one: sum(map(_total, one)))
+        found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
+        for place in range(self.searchers * each):
+            beside = self._beside() if place % each == 0 else {}
+            parts = context | engine | beside
+            found.append(Process("searcher", free[place % len(free)], parts))
+        return [*found, Process("all processes", None, self._host())]
+
+    def state(self) -> dict[str, float]:
+        """Return the exact memory of a rank between two steps."""
+        z = self.sizes
+        own = 4 * z.trained + z.frozen  # for bf16 weights, the optimizer has the other 2 bytes
+        moments = MOMENTS[self.config.trainer.optimizer] * z.trained
+        held = {"weights": own, "gradients": float(self.width * z.trained), "moments": moments}
+        return {name: n / self.config.trainer.devices for name, n in held.items()}
+
+    @property
+    def width(self) -> int:
+        """Bytes of a trained weight in forward and backward passes, and of its gradient."""
+        return {"fp32": 4, "bf16": 2}[self.config.trainer.weights]
+
+    @property
+    def trainer_sizes(self) -> TrainerSizes:
+        z = self.sizes
+        published = z.trained * (2 if engine_in_bf16(self.config.engine, self.bf16) else 4)
+        return TrainerSizes(z.parameters, z.trained, published)
+
+    def _step(self) -> dict[str, float]:
+        """Return the peak memory of a rank in a step: during a pass, or during the update."""
+        z = self.sizes
+        passing = {"activations": self._activations(), "LM head": self._head()}
+        if self.config.policy.lora is None:  # in addition to the sum over earlier passes
+            passing["gradient of the LM head"] = 4 * z.vocabulary * z.hidden
+        changing = {"a weight as it changes": 18 * z.largest / self.config.trainer.devices}
+        if self.width == 4 or _total(changing) < _total(passing):
+            changing = passing
+        return self._trainer() | changing
+
+    def _trainer(self) -> dict[str, float]:
+        """Return the memory that a rank holds throughout a step."""
+        c = self.config
+        t = c.trainer
+        z = self.sizes
+        parts = self.state()
+        parts["sums of gradients"] = z.trained / t.devices if self.width == 2 else 0
+        if t.devices == 1:
+            copied = c.runtime.use == "ray"
+            parts["copy for publishing"] = self.trainer_sizes.published_bytes if copied else 0
+            parts["matrices in bf16"] = 2 * z.trained if self.bf16 and self.width == 4 else 0
+            return parts
+        wide = 2 if self.bf16 else 4
+        layers = min(2, z.layers)
+        parts["gathered layers"] = wide * (z.root + layers * z.layer)
+        return parts
+
+    def _activations(self) -> float:
+        """Return the bytes that the largest pass of a step keeps, at maximum response length."""
+        c = self.config
+        t = c.trainer
+        z = self.sizes
+        length = c.sampling.max_tokens
+        pass_ = np.array(group(self.prompt, t.group_size, length))
+        fitting = min(-(-t.groups // t.devices), t.token_budget // pass_[0])
+        if fitting == 0:  # a group is split into several passes
+            responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
+            pass_ = np.array(group(self.prompt, responses, length))
+        tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
+        is_long = self.prompt + length > EAGER_TOKENS
+        is_fastest = c.policy.attention == "auto" and (self.machine.gpus or is_long)
+        mask = 0.0
+        if z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
+            mask = 2 * scores if self.machine.gpus else 0.0  # each layer keeps it in bf16
+            scores = 0
+        shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
+        if not c.policy.gradient_checkpointing:
+            return kept(z.layers, *shape) + z.layers * mask
+        return 4 * z.hidden * z.layers * tokens + kept(1, *shape) + mask
+
+    def _head(self) -> float:
+        most = HEAD["cuda" if self.machine.gpus else "cpu"]
+        return min(most, LOGIT * self.config.trainer.token_budget * self.sizes.vocabulary)
+
+    def _engine(self) -> dict[str, float]:
+        """Return the memory of an engine, per GPU if it is split over several."""
+        c = self.config
+        z = self.sizes
+        options = c.engine.options
+        number = 2 if engine_in_bf16(c.engine, self.bf16) else 4
+        if c.engine.use == "scripted":
+            return {}
+        if c.engine.use == "vllm":
+            own = number * z.base / options["tensor_parallel_size"]
+            gib = options.get("kv_cache_gib")
+            cache = (1.0 if gib is None else gib) * 2**30
+            if not self.machine.gpus:
+                return {"engine": own, "KV cache": cache}
+            name = "activations and graphs"
+            if gib is None:
+                taken = options["gpu_memory_utilization"] * self.machine.card
+                cache = max(cache, taken - own - VLLM[name])
+            return {"engine": own, f"its {name}": VLLM[name], "KV cache": cache}
+        searched = c.runtime.prompts_per_task * c.sampling.samples
+        responses = min(options.get("batch_size", searched), searched)
+        tokens = responses * (self.prompt + c.sampling.max_tokens)
+        own = number * z.parameters
+        if c.policy.lora is not None:  # the reference uses the same model
+            own = number * z.trained + z.frozen
+        return {"engine": own, "KV cache": 2 * z.layers * z.keys * number * tokens}
+
+    def _beside(self) -> dict[str, float]:
+        """Return the memory of a searcher in addition to its engine: the reference, and judges."""
+        c = self.config
+        z = self.sizes
+        parts: dict[str, float] = {}
+        if not c.engine.options.get("own_reference", False):
+            # otherwise the reference shares the model of the engine or trainer
+            if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
+                parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
+            tokens = c.trainer.token_budget
+            shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
+            parts["a pass of the reference"] = kept(1, *shape) + self._head()
+        others = sum(map(_numbers, _models_of(c.task.model_dump())))
+        parts["models of the task"] = (2 if self.bf16 else 4) * others
+        return parts
+
+    def _host(self) -> dict[str, float]:
+        """Return the host memory in addition to models."""
+        c = self.config
+        own = self.sizes.trained
+        versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
+        work = {
+            "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
+            "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,
+            "weights on their way": self.trainer_sizes.published_bytes * versions,
+            "reference on its way": 4 * own if c.policy.reset_reference_every else 0,
+        }
+        if c.runtime.colocate == "sleep":
+            number = 2 if engine_in_bf16(c.engine, self.bf16) else 4
+            work["weights of the sleeping engine"] = number * self.sizes.base
+        loading = max(self.searchers, 1 if c.policy.lora is None else c.trainer.devices)
+        first = {"models, while they load": 4.0 * self.sizes.parameters * loading}
+        if self.machine.gpus and sum(first.values()) > sum(work.values()):
+            work = first
+        return {"processes": PROCESS * (c.trainer.devices + 2 * self.searchers)} | work
+
+    def check(self) -> None:
+        """Raise ValueError if the exact state of a rank alone does not fit in memory."""
+        state = sum(self.state().values())
+        ranks = self.config.trainer.devices
+        room = self.machine.card if self.machine.gpus else self.machine.host / ranks
+        if state > room and self.config.runtime.address is None:  # a cluster is not known here
+            what = f"{size(state)} for weights, gradients and moments in each rank"
+            raise ValueError(f"trainer.devices = {ranks} needs {what}: {self.advice()}")
+
+    def needed(self) -> dict[int | None, float]:
+        """Return the bytes needed on each GPU, and on the host (None)."""
+        needed: dict[int | None, float] = defaultdict(float)
+        for process in self.processes:
+            needed[process.card] += process.total
+        return needed
+
+    def excess(self) -> dict[int | None, float]:
+        """Return the bytes needed on each GPU, or the host (None), that has too little memory."""
+        return {card: n for card, n in self.needed().items() if n > self.machine.room(card)}
+
+    def lines(self) -> list[str]:
+        """Return lines with the placement of the processes, their memory, and whether it fits."""
+        alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for card, needed in self.needed().items():
+            room = self.machine.room(card)
+            shown = [f"{size(needed)}{'' if room == inf else f' of {size(room)}'}"]
+            for process in (each for each in self.processes if each.card == card):
+                parts = [f"{name} {size(n)}" for name, n in process.parts.items() if n]
+                shown.append(f"  {process.name}: {', '.join(parts)}")
+            alike[tuple(shown)].append("host" if card is None else str(card))
+        lines = ["memory, calculated (docs/memory.md):"]
+        for (total, *listed), cards in alike.items():
+            kind = "" if cards == ["host"] else f"GPU{'s' * (len(cards) > 1)} "
+            lines += [f"{kind}{', '.join(cards)}: {total}", *listed]
+        advice = self.advice()
+        return [*lines, f"warning: {advice}" if advice else "the memory suffices"]
+
+    def advice(self) -> str:
+        """Return text that says what does not fit and what to change; "" if everything fits."""
+        excess = self.excess()
+        if not excess:
+            return ""
+        worst = max(excess, key=excess.__getitem__)
+        where = "the host" if worst is None else f"GPU {worst}"
+        more = f" (and {len(excess) - 1} more do not fit)" if len(excess) > 1 else ""
+        what = f"{where} needs {size(excess[worst])} of {size(self.machine.room(worst))}{more}"
+        others = [name for name, has in ALTERNATIVES.items() if not has(self.config)]
+        return (
+            f"{what}: set {''.join(f'{name}, ' for name in others)}or a lower trainer.token_budget"
+            " or engine.gpu_memory_utilization; docs/memory.md says what each of them lowers"
+        )
+
+
+def _total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
+
+
+def _models_of(table: Any) -> set[str]:
+    """Return the names of the models that each searcher loads for a task or a table in it."""
+    if isinstance(table, list | tuple):
+        return set().union(*map(_models_of, table))
+    if not isinstance(table, Mapping):
+        return set()
+    named = {table.get(key) for key in MODELS.get(str(table.get("use")), ())}
+    return {name for name in named if name}.union(*map(_models_of, table.values()))
+
+
+def _numbers(model: str) -> int:
+    """Return the number of parameters of a model without a head."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        empty = AutoModel.from_config(load_config(PolicyTable(model=model)))
+    return sum(p.numel() for p in empty.parameters())

@@ -1,0 +1,305 @@
+"""Setup of a run: resolves and checks everything that its config names, before the start."""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from tba.agents.chat import endings
+from tba.agents.environment import check_tools
+from tba.config.errors import refuse, together
+from tba.config.plugins import Plugin, find, resolve_all, with_defaults
+from tba.config.rules import broken, rules_of_rows
+from tba.config.schema import Config
+from tba.engines import Engine
+from tba.learn.publish import prompt_length
+from tba.learn.trainer import SingleTrainer, TrainerSetup
+from tba.models.forward import check_compiler, check_rotary
+from tba.models.lora import check_adapter
+from tba.models.pretrained import (
+    EAGER_TOKENS,
+    Tokenizer,
+    check_kind,
+    check_model,
+    load_config,
+    load_empty_model,
+    load_text,
+)
+from tba.prompt import Prompt
+from tba.runs.data import Data, read_data
+from tba.runs.folder import CONFIG
+from tba.runs.journal import check_log
+from tba.search.prompts import PromptStream, digest_of
+from tba.search.searcher import SearchSetup
+from tba.selections import Interleaved
+from tba.setup.memory import Machine, MemoryEstimate, this_machine
+from tba.strategies import Strategy
+from tba.streams import Use, seed_of
+from tba.tasks import Task
+from tba.tasks._memory import Functions, to_send
+from tba.tasks._source import digest, sources_of
+from tba.types import Sampling
+from tba.weights import Transport
+
+READ = ("policy", "task", "engine", "sampling", "reward", "eval")
+"""Tables of a config that determine its `Data`."""
+EVALUATED = "held-out prompts"
+"""Source that affects only scores."""
+TRAINED_ON = "training prompts"
+PROMPTS = {TRAINED_ON, "tokenizer", "chat template"}
+"""Sources that affect the policy's input."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunSetup(Data):
+    """Parts of a run, built from its config: plug-ins resolved, options checked, prompts read."""
+
+    config: Config
+    strategy: Strategy
+    objective: Plugin
+    selection: Plugin
+    engine: type[Engine]
+    reward_functions: Functions | bytes | None
+    """Functions passed from Python, pickled if they run in another process."""
+    sources: Mapping[str, str]
+    """Digests of data, tokenizer and rewards, by name."""
+    notes: Sequence[str]
+    """Messages to print at the start of the run."""
+
+    @property
+    def counts(self) -> str:
+        """Text with the number of training prompts and of held-out prompts in use."""
+        used = f"evaluating {len(self.held_out):,} of {self.kept_back:,} held-out prompts"
+        sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in self.sets.items())
+        held_out = used if self.held_out else "none held out"
+        return f"{len(self.prompts):,} training prompts, {held_out}{sets}"
+
+    @property
+    def endings(self) -> list[str]:
+        """Lines that describe where generation ends, with a warning if the sources disagree."""
+        held = self.task.tools is not None or self.task.program is not None
+        chats = held or any(not isinstance(prompt.text, str) for prompt in self.prompts)
+        return endings(self.text, chats, self.config.sampling.stop)
+
+    def by_part(self) -> dict[str, list[Prompt]]:
+        """Return the training prompts by part of a mixture; other tasks have one part, ""."""
+        parts: dict[str, list[Prompt]] = {}
+        for prompt in self.prompts:
+            parts.setdefault(self.task.part(prompt)[0], []).append(prompt)
+        return parts
+
+    def prompt_stream(self) -> PromptStream:
+        """Return a new stream of the training prompts."""
+        task = self.task
+        selections = {}
+        for place, (name, prompts) in enumerate(self.by_part().items()):
+            pass_reward = task.part(prompts[0])[1].pass_reward
+            seed = seed_of(self.config.run.seed, Use.SELECTION, place)
+            selections[name] = self.selection.build(prompts, seed, pass_reward)
+        chosen = selections.get("")
+        if chosen is None:
+            chosen = Interleaved(selections, task.part_weights, lambda p: task.part(p)[0])
+        return PromptStream(self.prompts, chosen, self.config.reward.quarantine)
+
+    def trainer_setup(self, is_new: bool = False) -> TrainerSetup:
+        """Return the setup of the trainer; a new run checks its reference."""
+        c = self.config
+        # whether the engine computes the reference itself, without a model
+        apart = c.engine.options.get("own_reference", self.engine.own_reference)
+        return TrainerSetup(
+            config=c,
+            objective=self.objective,
+            context=self.text.context,
+            extremes=self.extremes,
+            probe_prompt=prompt_length(self.engine.longest_block),
+            checks_reference=is_new and not apart,
+        )
+
+    def trainer(
+        self, device: str, is_new: bool = False, transport: Transport | None = None
+    ) -> SingleTrainer:
+        """Load the model and return a trainer that runs in this process."""
+        return self.trainer_setup(is_new).build(device, transport=transport)
+
+    def search_setup(self) -> SearchSetup:
+        c = self.config
+        return SearchSetup(
+            config=c,
+            sampling=Sampling(**c.sampling.model_dump(exclude={"explore", "explore_share"})),
+            held_out=tuple(self.held_out),
+            value_rollouts=self.objective.at(0).value_rollouts,
+            reward_functions=self.reward_functions,
+            sets=self.sets,
+            needs_behavior=needs_behavior(c, self.objective),
+        )
+
+
+def check(
+    config: Config,
+    functions: Functions | None = None,
+    planned: Machine | None = None,
+    data: Data | None = None,
+) -> RunSetup:
+    """Resolve and check everything that a config names, before any process starts.
+
+    `functions`: reward functions passed from Python. `planned`: another machine on which the run
+    will execute; local weights, libraries and memory are then not checked. `data`: data of a setup
+    with the same `READ` tables, which are reused.
+    """
+    setup = _setup_of(config, functions, planned is None, data)
+    setup.prompt_stream()  # raises if the selection cannot work
+    if planned is None:
+        MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1])).check()
+    return setup
+
+
+def _setup_of(
+    config: Config, functions: Functions | None, here: bool, data: Data | None
+) -> RunSetup:
+    """Return the parts of a run; check this machine only if the run will execute `here`."""
+    check_log(config.log)
+    engine: type[Engine] = find("engines", config.engine.use)
+    limit = config.engine.options.get("max_model_len")
+    text = load_text(config.policy).within(limit) if data is None else data.text
+    config = with_defaults(config)
+    plugins = resolve_all(config)
+    objective = plugins.objective
+    notes, _, _, data = together(
+        partial(_check_policy, config, here),
+        partial(_check_engine, config, engine, here),
+        partial(_check_objective, config, objective),
+        lambda: data or read_data(config, functions, text, plugins.task),
+    )
+    _check_tools(config, data.task, objective, data.prompts[0])
+    is_new = not (Path(config.run.folder) / CONFIG).is_file()
+    refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
+    return RunSetup(
+        config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
+        text=text,
+        task=data.task,
+        prompts=data.prompts,
+        held_out=data.held_out,
+        kept_back=data.kept_back,
+        sets=data.sets,
+        extremes=data.extremes,
+        strategy=plugins.strategy.build(),
+        objective=objective,
+        selection=plugins.selection,
+        engine=engine,
+        reward_functions=to_send(functions, config),
+        sources=_sources(config, functions, data),
+        notes=notes,
+    )
+
+
+def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
+    """Return digests of everything that affects samples, their rewards, or evaluation scores."""
+    e = config.eval
+    own = data.text.tokenizer
+    vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
+    sets = [digest_of(each) for each in (data.held_out, *(s.prompts for s in data.sets.values()))]
+    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
+    return sources_of(config, functions) | {
+        TRAINED_ON: digest_of(data.prompts),
+        EVALUATED: digest([sets, answered]),
+        "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),
+        "chat template": digest(own.chat_template),
+    }
+
+
+def _check_policy(config: Config, here: bool) -> list[str]:
+    """Raise ValueError if the model cannot be trained with this config; return adapter notes."""
+    (check_model if here else check_kind)(config.policy)
+    in_4_bits = config.policy.lora is not None and config.policy.lora.load_in_4bit
+    in_8_bits = config.trainer.optimizer == "adamw_8bit"
+    if (in_4_bits or in_8_bits) and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "trainer.optimizer=adamw_8bit and policy.lora.load_in_4bit need bitsandbytes: type"
+            " pip install 'tba[quantised]', or remove them"
+        )
+    if here and config.trainer.compile:
+        names = ["clang++" if sys.platform == "darwin" else "g++"]
+        instead = "set trainer.compile=false"
+        check_compiler("trainer.compile = true", "C++", "CXX", names, instead)
+    return [] if config.policy.lora is None else [check_adapter(config.policy)]
+
+
+def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
+    """Raise ValueError if the engine does not support the config, such as `colocate=sleep`."""
+    if config.runtime.colocate == "sleep" and not engine.can_sleep:
+        raise ValueError(
+            f"runtime.colocate=sleep: engine.use = {config.engine.use!r} cannot give up its memory;"
+            " set engine=vllm, or runtime.colocate=share"
+        )
+    engine.check(config)
+    if here:
+        engine.check_here(config)
+
+
+def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
+    """Raise ValueError if the task has tools, or a program, that the run cannot use."""
+    first = objective.at(0)
+    goes_back = first.value_rollouts is not None
+    by_token = goes_back or (first.head is not None and first.head.on == "response")
+    if (task.program is not None and by_token) or (task.tools is not None and goes_back):
+        raise ValueError(
+            f"objective.use = {config.objective.use!r} needs values in the middle of a response,"
+            " which programs and environments do not have; choose another objective, such as tb"
+        )
+    if task.tools is not None:
+        check_tools(task.tools, prompt, config.reward.isolate)
+
+
+def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:
+    """Resolve attention "auto" to SDPA where eager needs much memory and the model supports it."""
+    shortest = len(data.extremes[0]) + 1
+    longest = len(data.extremes[-1]) + config.sampling.max_tokens
+    if data.task.program is not None:  # a session may have any length
+        shortest = 1
+        longest = text.context
+    check_rotary(load_config(config.policy), shortest, longest)
+    policy = config.policy
+    is_too_long = policy.attention == "auto" and longest > EAGER_TOKENS
+    if is_too_long and load_empty_model(policy)._supports_sdpa:
+        policy = policy.model_copy(update={"attention": "sdpa"})
+    return config.model_copy(update={"policy": policy})
+
+
+def _check_objective(c: Config, objective: Plugin) -> None:
+    """Raise ValueError if the objective's head changes, or it needs log-probs that are unknown.
+
+    Warnings of the objective are logged.
+    """
+    first, last = (objective.at(step) for step in (0, c.run.steps))
+    if first.head != last.head:
+        raise ValueError(
+            "objective.head_learning_rate follows trainer.schedule; give a number, not a schedule"
+        )
+    for told in {first.warning, last.warning} - {None}:
+        log.warning(told)
+    others = {"sampling.explore": c.sampling.explore, "replay.rollouts": c.replay.rollouts}
+    refused = [f"sampling.{name}" for name in c.sampling.reshaped]
+    refused += [key for key, value in others.items() if value is not None]
+    if refused and needs_behavior(c, objective):
+        raise ValueError(
+            f"{' and '.join(refused)} does not work with objective.use = {c.objective.use!r},"
+            " which needs the exact log-probs of the policy that sampled: they are not known then;"
+            " remove it, or use objective=tb without objective.importance_cap"
+        )
+    drawn = {"reward": float(c.strategy.use == "reward"), "recent": 0.0} | c.strategy.options
+    if drawn["reward"] * (1 - drawn["recent"]) > 0:
+        refused.append("replay by reward (strategy.reward above 0)")
+    if refused and (first.needs_own_samples or last.needs_own_samples):
+        raise ValueError(
+            f"{' and '.join(refused)} does not work with objective.shift, which has the right"
+            " optimum on samples of the policy itself only; remove one of the two"
+        )
+
+
+def needs_behavior(config: Config, objective: Plugin) -> bool:
+    """Return whether the objective needs exact log-probs of the sampling policy at any step."""
+    return any(objective.at(step).needs_behavior for step in (0, config.run.steps))

@@ -1,0 +1,309 @@
+"""Dry run of a config: all checks, the first prompts, reward calls, and memory needs."""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba.agents.chat import encoder
+from tba.agents.environment import open_all
+from tba.config.errors import FEW, size
+from tba.config.schema import Config
+from tba.learn.trainer import SingleTrainer
+from tba.models.decoding import decode
+from tba.models.pretrained import computes_in_bf16
+from tba.offline.resumed import choose_resumed
+from tba.offline.rollouts import described, read_rollouts
+from tba.prompt import Answer, Prompt, passes
+from tba.runs.checkpoint import checkpoint_size
+from tba.runs.folder import Replay
+from tba.runs.generations import step_of
+from tba.runtime.placement import device_here
+from tba.scoring.scoring import Scoring
+from tba.scoring.verdicts import Rejected, Verdict
+from tba.search.searcher import SearchSetup
+from tba.setup.checks import check_step
+from tba.setup.memory import Machine, MemoryEstimate, this_machine
+from tba.setup.setup import RunSetup, check
+from tba.tasks import Checks, Loads, Task
+from tba.tasks._rendering import Problems, Rendering
+from tba.tasks.custom import Custom
+from tba.types import collate_tokens
+
+DUMMY = "dummy answer"
+NUMBER = "1"
+"""Second answer to score, in addition to the dummy, when the right answer is unknown."""
+UNCHECKED = (
+    "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
+    " that score, sessions, seconds a step"
+)
+
+
+def dry_run(
+    config: Config,
+    resume: Path | None = None,
+    replay: Replay = "keep",
+    planned: Machine | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Check a config as a run does; return its tables, with defaults, and the lines to print.
+
+    Raises ValueError if the run would, or if the reward rejects every answer that is tried. No
+    weights are read for a run `planned` for another machine.
+    """
+    setup = check(config, planned=planned)
+    if resume is not None:
+        generation, _ = choose_resumed(setup, resume, replay)
+        check_step(step_of(generation), setup.config)
+    by_part = setup.by_part()
+    firsts = [prompts[0] for prompts in by_part.values()]
+    if planned is not None and _loads(setup.task):
+        rewards = [["reward: not called, because that needs a model or a server"] for _ in firsts]
+    elif planned is not None and setup.task.program is not None:
+        rewards = [[] for _ in firsts]
+    elif setup.task.program is not None:
+        rewards = [_held(setup)]
+    else:
+        search = setup.search_setup()
+        rewards = _scored(setup, search if planned is None else replace(search, sets={}), firsts)
+    lines = []
+    for (name, _), first, of_part in zip(by_part.items(), firsts, rewards, strict=True):
+        lines += [*_shown(setup, name, first), *of_part]
+    if plain := [name for name, prompts in by_part.items() if _could_chat(setup, prompts[0])]:
+        keys = [f"task.parts.{name}.chat=on" if name else "task.chat=on" for name in plain]
+        what = "prompts are plain text, but there is a chat template"
+        lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
+    lines += [f"note: {note}" for note in setup.notes]
+    rollouts = setup.config.replay.rollouts
+    if rollouts is not None and resume is None:
+        lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
+    lines += [*setup.endings, _length(setup), *_memory(setup, planned)]
+    if planned is None:
+        # loads the policy, and checks its log-probs at the length of the longest sequence
+        trainer = setup.trainer(device_here())
+        _, task = setup.task.part(setup.prompts[0])
+        lines.append(_seconds(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0]))))
+    else:
+        lines.append(f"not checked, because the run is planned for other machines: {UNCHECKED}")
+    return setup.config.nested(), [*lines, f"config OK (dry run): {setup.counts}"]
+
+
+def as_toml(tables: Mapping[str, Any], given: Mapping[str, Any], name: str = "") -> str:
+    """Return the tables of a config as TOML; values not in `given` are marked as defaults."""
+    inner = {key: value for key, value in tables.items() if isinstance(value, dict)}
+    lines = [f"\n[{name}]"] if name else []
+    for key, value in tables.items():
+        if key not in inner:
+            lines.append(f"{key} = {_value(value)}" + ("" if key in given else "  # default"))
+    for key, table in inner.items():
+        known = own if isinstance(own := given.get(key), Mapping) else {}
+        lines.append(as_toml(table, known, f"{name}.{_key(key)}" if name else _key(key)))
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    """Return a value as TOML: an inline table, or else JSON."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(key)} = {_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value).lower()
+
+
+def _key(key: str) -> str:
+    """Return a key as TOML, quoted if necessary."""
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
+
+
+def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
+    """Return a prompt as the policy sees it, including special tokens."""
+    _, task = setup.task.part(prompt)
+    tokens = encoder(setup.text, task)(prompt)
+    of_part = f" of {part}" if part else ""
+    shown = decode(setup.text.tokenizer, tokens.tolist())
+    return [f"first prompt{of_part}, {len(tokens)} tokens:", shown]
+
+
+def _held(setup: RunSetup) -> list[str]:
+    """Run one session, and return its calls, tokens, reward and duration."""
+    started = time.perf_counter()
+    device = device_here()
+    bf16 = computes_in_bf16(setup.config.policy, device)
+    with closing(setup.search_setup().build(device, bf16)) as searcher:
+        held = time.perf_counter()
+        sampling = replace(setup.search_setup().sampling, samples=1)
+        prompt = setup.prompts[0]
+        responses = searcher.answer("", [prompt], sampling, setup.config.run.seed)
+        answers = responses.answers
+        ((verdict,),) = responses.rewarded(searcher.scoring([prompt], answers), answers)
+        calls = dict(searcher.agents[""].counts())
+    seconds = time.perf_counter() - held
+    if isinstance(verdict, Rejected):
+        raise ValueError(f"one session was rejected ({verdict.reason}): {verdict.detail}")
+    ((completion,),) = responses.completions
+    given = len(responses.prompts[0]) + len(completion.tokens) - completion.length
+    return [
+        f"one session: {calls['agents/calls']} calls, {1 + calls['agents/forks']} contexts,"
+        f" {completion.length} tokens sampled and {given} given, reward {float(verdict):g},"
+        f" {seconds:.1f} s (and {held - started:.1f} s to load)"
+    ]
+
+
+def _loads(task: Task) -> bool:
+    """Return whether a task loads a model, or calls a server, to score answers."""
+    loads_own = type(task).load is not Task.load
+    parts = [each for _, each in task.dependencies]
+    return loads_own or any(
+        _loads(each) if isinstance(each, Task) else isinstance(each, Checks | Loads)
+        for each in parts
+    )
+
+
+def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
+    """Return whether a prompt is plain text although a chat template is available."""
+    _, task = setup.task.part(prompt)
+    plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not task.program
+    return plain and task.tools is None and setup.text.tokenizer.chat_template is not None
+
+
+def _scored(setup: RunSetup, search: SearchSetup, prompts: list[Prompt]) -> list[list[str]]:
+    """Return lines with the rewards of a dummy and of the right answer to each prompt.
+
+    The reward is called as in a run: in its own process, with its models.
+    """
+    scoring = search.scoring(device_here())
+    try:
+        scoring.wait_until_ready()
+        tried = [_tried(setup, scoring, prompt) for prompt in prompts]
+        return [*tried[:-1], [*tried[-1], *_graded_wrong(setup, scoring)]]
+    except RuntimeError as error:  # the process did not start
+        raise ValueError(str(error)) from error
+    finally:
+        scoring.close()
+
+
+def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
+    """Return lines with the rewards of answers to a prompt.
+
+    Raises ValueError if it rejects all of them, or if a built-in grader marks the answer in the
+    data as wrong.
+    """
+    _, task = setup.task.part(prompt)
+    right = task.right_answer(prompt)
+    tried = (DUMMY, NUMBER if right is None else right)
+    dummy, own = [_score(scoring, task, prompt, text) for text in tried]
+    if isinstance(dummy, Rejected) and isinstance(own, Rejected):
+        what = f"the reward scores none of {DUMMY!r} and {tried[1]!r}, which were tried"
+        raise ValueError(f"{what} ({own.reason}): {own.detail}")
+    line = _in_words(DUMMY, dummy)
+    least = task.pass_reward
+    if least is not None and not isinstance(dummy, Rejected) and passes(dummy, least):
+        line = f"warning: {line}, which counts as right (task.pass_reward = {least:g})"
+    if right is None:
+        return [line]
+    of_row = f"{_in_words(right, own)}, the answer of row {prompt.id} itself"
+    if not _is_low(task, own, dummy):
+        return [line, of_row]
+    if least is not None and not isinstance(task, Custom):
+        raise ValueError(f"{of_row}; correct the column `answer`")
+    if not isinstance(own, Rejected):
+        than = (
+            "is not more than the dummy" if least is None else f"is below pass_reward = {least:g}"
+        )
+        of_row = f"warning: {of_row}, {than}"
+    return [line, of_row]
+
+
+def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
+    """Return a warning if a built-in grader rejects the answers of some of the first 1,000 rows."""
+    every = [(prompt, setup.task.part(prompt)[1]) for prompt in (*setup.held_out, *setup.prompts)]
+    rows = [(prompt, task) for prompt, task in every if isinstance(task, Problems)][:1000]
+    wrong = []
+    for prompt, task in rows:
+        text = task.right_answer(prompt) or ""
+        verdict = _score(scoring, task, prompt, text)
+        if _is_low(task, verdict, verdict):
+            wrong.append(f"{prompt.id} {text!r}")
+    what = f"no response is right for {len(wrong)} of {len(rows)} rows, {', '.join(wrong[:FEW])}"
+    advice = "correct the column `answer`, with \\text{...} around words"
+    return [f"warning: {what}; {advice}"] if wrong else []
+
+
+def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:
+    """Return whether the reward of a right answer is too low."""
+    if isinstance(verdict, Rejected):
+        return True
+    if task.pass_reward is not None:
+        return not passes(verdict, task.pass_reward)
+    return not isinstance(dummy, Rejected) and verdict <= dummy
+
+
+def _in_words(text: str, verdict: Verdict) -> str:
+    if isinstance(verdict, Rejected):
+        return f"warning: {text!r} has no reward ({verdict.reason}): {verdict.detail}"
+    return f"reward of {text!r}: {verdict:g}"
+
+
+def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
+    """Score a text as an answer to a prompt; return the first rejection, or else the first reward.
+
+    Scores it twice as a group, because one answer would not reveal a wrong number of rewards.
+    """
+    answer = Answer(text, True)
+    if task.tools is not None:
+        ((instance, _),) = open_all(task.tools, [prompt])
+        messages = [{"role": "assistant", "content": text}]
+        answer = Answer(text, True, messages, instance if task.tools.judged else None)
+    (verdicts,) = scoring([prompt], [[answer, answer]])
+    return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
+
+
+def _length(setup: RunSetup) -> str:
+    """Return a line with the length of the run in steps and epochs."""
+    c = setup.config
+    t = c.trainer
+    epochs = c.run.steps * t.groups / len(setup.prompts)
+    return (
+        f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
+        f" {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used once"
+    )
+
+
+def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
+    """Return lines with the memory of each process, the checkpoint size, and a verdict."""
+    needs = MemoryEstimate.of(setup.config, planned or this_machine(), len(setup.extremes[1]))
+    written = f"a checkpoint has {size(checkpoint_size(setup.config, needs.trainer_sizes))} on disk"
+    *lines, verdict = needs.lines()
+    return [*lines, written, verdict]
+
+
+def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
+    """Return a line with the duration of a step for prompts of `prompt` tokens."""
+    t = setup.config.trainer
+    length = setup.config.sampling.max_tokens
+    tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
+    responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
+    seconds = _measured(trainer, prompt, responses, length) * t.batch_size / responses
+    return (
+        f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
+        f" responses have {length} tokens"
+    )
+
+
+def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> float:
+    """Return the duration of a forward and backward pass over random responses, in seconds."""
+    rng = np.random.default_rng(0)
+    seconds = 0.0
+    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
+    for tokens in (2, length):  # the first pass in a process is slow
+        rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
+        batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
+        began = time.perf_counter()
+        trainer.policy.logp(batch).sum().backward()
+        seconds = time.perf_counter() - began
+    return seconds

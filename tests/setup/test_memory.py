@@ -1,0 +1,247 @@
+"""Memory of each process, from a config and a config.json; the dry run for GPUs of elsewhere."""
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import module_at
+from transformers import Gemma2Config, Qwen2Config
+
+from tba.cli import main
+from tba.config.plugins import with_defaults
+from tba.config.schema import load
+from tba.models.pretrained import load_empty_model
+from tba.runtime.placement import share
+from tba.setup import setup
+from tba.setup.memory import Machine, MemoryEstimate, group, planned_machine
+
+ROOT = Path(__file__).parents[2]
+MATH = ROOT / "experiments" / "math_qwen7b_tba_prime.toml"
+QWEN = Qwen2Config(
+    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
+)  # fmt: skip
+NUMBERS = 7_615_616_512
+"""Parameters of that model."""
+BEFORE = ["trainer.devices=", "trainer.token_budget=", "engine.gpu_memory_utilization="]
+"""Settings of the file that are taken out again, so that it plans one GPU for the trainer."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer and the config.json of Qwen2.5-7B, without weights."""
+    folder = tmp_path_factory.mktemp("models") / "qwen"
+    ignored = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(tiny_model, folder, ignore=ignored)
+    QWEN.save_pretrained(folder)
+    return folder
+
+
+def needs(model: Path, *settings: str, gpus: str = "4x80", prompt: int = 300) -> MemoryEstimate:
+    config = with_defaults(load(MATH, [f"policy.model={model}", *settings]))
+    return MemoryEstimate.of(config, planned_machine(gpus), prompt)
+
+
+def test_scores_of_a_model_without_sdpa_are_counted_on_a_gpu(qwen, tmp_path):
+    shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
+    Gemma2Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    for model, is_eager in ((tmp_path, True), (qwen, False)):
+        both = [needs(model, f"policy.attention={name}") for name in ("auto", "eager")]
+        by_default, eager = (each._activations() for each in both)
+        assert (by_default == eager) == is_eager
+
+
+@pytest.mark.parametrize(("length", "attention"), [(20, "eager"), (21, "sdpa")])
+def test_scores_on_a_cpu_are_those_of_the_attention_that_a_run_chooses(qwen, length, attention):
+    """Up to 320 tokens of prompt and response, it is eager attention."""
+    found = []
+    for name in ("auto", attention):
+        own = [f"sampling.max_tokens={length}", f"policy.attention={name}"]
+        config = load(None, [f"policy.model={qwen}", *own])
+        found.append(MemoryEstimate.of(config, Machine(0, 0, 1e12), prompt=300)._activations())
+    assert found[0] == found[1]
+
+
+def planned(
+    settings: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """Return status, output and errors of `tba train --dry-run` with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["tba", "train", *settings])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, out, err
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    """Settings with problems of the run and of its evaluation, in the tokens of the model."""
+    for name, first in (("train", 0), ("test", 50)):
+        rows = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(first, first + 5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"data": "train", "held_out_data": "test"}
+    named = [f"task.{key}={tmp_path / name}.jsonl" for key, name in files.items()]
+    return [*named, "task.prompt={problem}", "eval.prompts=5"]
+
+
+def test_the_dry_run_plans_for_other_gpus_without_weights(qwen, data, monkeypatch, capsys):
+    pytest.importorskip("math_verify")
+    own = [str(MATH), "--dry-run", "--gpus", "4x80", f"policy.model={qwen}", *data]
+    status, out, _ = planned(own, monkeypatch, capsys)
+    assert status == 0
+    used = r"7\d\.\d GB of 80\.0 GB\n "
+    assert re.search(rf"^GPUs 0, 1: {used} rank of the trainer: .*weights 15\.2 GB", out, re.M)
+    assert re.search(rf"^GPUs 2, 3: {used} searcher: .*engine 15\.2 GB", out, re.M)
+    assert re.search(r"^host: \d+\.\d GB\n  all processes: ", out, re.M)
+    assert "\nthe memory suffices\nnot checked, because the run is planned" in out
+    status, out, _ = planned([*own, *BEFORE, "runtime.searchers=3"], monkeypatch, capsys)
+    assert status == 0
+    assert re.search(r"warning: GPU 0 needs 1\d\d\.\d GB of 80\.0 GB: set trainer\.devices", out)
+
+
+def test_gpus_are_written_as_number_times_gb(qwen, monkeypatch, capsys):
+    assert planned_machine("4x80") == Machine(4, 80e9, float("inf"))
+    assert planned_machine("1x24.5").card == 24.5e9
+    for wrong in ("4", "80x", "0x80", "4x0", "4*80", "-1x80", "4x80GB", "4x1e3", "four"):
+        with pytest.raises(ValueError, match=r"write number x GB of each, such as --gpus 4x80"):
+            planned_machine(wrong)
+    given = [str(MATH), f"policy.model={qwen}", "--gpus", "4x80"]
+    status, _, err = planned(given, monkeypatch, capsys)
+    assert (status, err) == (2, "error: --gpus plans for other machines: add --dry-run\n")
+
+
+def test_ranks_that_lack_the_memory_are_refused(tiny_model, tmp_path, monkeypatch):
+    """Before a process starts, also on resuming with another number of ranks."""
+    settings = ["trainer.devices=2", "trainer.batch_size=160", "sampling.max_tokens=4"]
+    config = load(None, [f"policy.model={tiny_model}", "task=arithmetic", *settings])
+    numbers = sum(p.numel() for p in load_empty_model(config.policy).parameters())
+    enough = 16 * numbers
+    monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough))
+    setup.check(config)
+    monkeypatch.setattr(setup, "this_machine", lambda: Machine(0, 0, enough - 2))
+    words = r"trainer\.devices = 2 needs .* for weights, gradients and moments in each rank: "
+    with pytest.raises(ValueError, match=words):
+        setup.check(config)
+    monkeypatch.setattr(setup, "this_machine", lambda: Machine(3, enough / 2 - 2, 1e12))
+    with pytest.raises(ValueError, match=words):
+        setup.check(config)
+
+
+def test_processes_share_gpus_as_ray_lets_them(qwen):
+    for gpus, ranks, searchers in ((4, 1, 3), (4, 2, 3), (8, 3, 9), (1, 1, 2)):
+        settings = [f"trainer.devices={ranks}", f"runtime.searchers={searchers}"]
+        found = needs(qwen, *settings, gpus=f"{gpus}x80").processes
+        _, part = share("GPU", gpus, ranks, searchers)
+        cards = Counter(p.card for p in found if p.name == "searcher")
+        assert sum(cards.values()) == searchers and max(cards.values()) * part <= 1
+        assert [p.card for p in found[:ranks]] == [*range(ranks)]
+        assert min(cards) == (ranks if gpus > ranks else 0)
+    ranged = ("runtime.lag=", "runtime.address=auto", "runtime.searchers={min=1,max=9}")
+    assert needs(qwen, *ranged, gpus="8x80").searchers == 6
+    divided = needs(qwen, "engine.tensor_parallel_size=2", "trainer.devices=2", gpus="8x80")
+    engines = [p for p in divided.processes if p.name == "searcher"]
+    assert [p.card for p in engines] == [2, 3, 4, 5]
+    assert [sum("reference" in part for part in p.parts) > 0 for p in engines] == [True, False] * 2
+
+
+def test_what_lowers_the_memory(qwen):
+    """Each setting that docs/memory.md names lowers what it is said to lower."""
+    one = needs(qwen, "trainer.devices=1").processes[0].parts
+    two = needs(qwen, "trainer.devices=2").processes[0].parts
+    for name in ("weights", "gradients", "moments"):
+        assert two[name] == one[name] / 2
+    budget = needs(qwen, "trainer.devices=1", "trainer.token_budget=4096").processes[0].parts
+    assert budget["activations"] < 0.7 * one["activations"]
+    whole = needs(qwen, "trainer.devices=1", "policy.gradient_checkpointing=false").processes[0]
+    assert whole.parts["activations"] > 5 * one["activations"]
+    small = ("trainer.devices=1", "trainer.weights=bf16", "trainer.optimizer=adamw_8bit")
+    rounded = needs(qwen, *small).processes
+    state = sum(rounded[0].parts[name] for name in ("weights", "gradients", "moments"))
+    assert state == pytest.approx(8.03 * NUMBERS, rel=0.001)
+    assert rounded[0].parts["matrices in bf16"] == 0
+    assert rounded[1].parts["reference"] == rounded[0].parts["copy for publishing"] == 2 * NUMBERS
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_what_is_held_in_turns_counts_once(qwen, weights):
+    """All of a step but weights and moments, and all of vLLM but its graphs."""
+    one = ("trainer.devices=1", "runtime.searchers=1", "runtime.use=local", "runtime.lag=")
+    one = (*one, f"trainer.weights={weights}")
+    trainer, searcher, _ = needs(qwen, *one, gpus="1x80").processes
+    asleep = needs(qwen, *one, "runtime.colocate=sleep", gpus="1x80")
+    between = ("CUDA", "weights", "moments")
+    held = sum(size for part, size in trainer.parts.items() if part not in between)
+    engine = sum(searcher.parts[p] for p in ("engine", "its activations and graphs", "KV cache"))
+    assert (held > engine) == (weights == "fp32")
+    total = trainer.total + searcher.total
+    assert asleep.excess()[0] == pytest.approx(total - min(held, engine - 1e9))
+
+
+def test_one_card_holds_the_frozen_model_of_lora_twice(qwen):
+    """In trainer and vLLM; on Ray, searchers have a reference of their own."""
+    lora = ("policy.lora.r=16", "runtime.searchers=1", "trainer.devices=1", "runtime.lag=")
+    local = needs(qwen, *lora, "runtime.use=local", gpus="1x80").processes[1].parts
+    apart = needs(qwen, *lora, gpus="2x80").processes[1].parts
+    assert "reference" not in local and apart["reference"] > 2 * NUMBERS
+    assert local["engine"] == 2 * NUMBERS  # without adapters
+    assert local["engine"] + local["KV cache"] + 2e9 == pytest.approx(0.65 * 80e9)
+
+
+def test_a_step_in_parts_of_memory(qwen):
+    """The head's gradient beside the sum of others, and in bf16 one weight at a time in fp32."""
+    head = QWEN.vocab_size * QWEN.hidden_size
+    one = ("trainer.devices=1", "trainer.token_budget=64", "sampling.max_tokens=64")
+    parts = needs(qwen, *one).processes[0].parts
+    assert parts["gradient of the LM head"] == 4 * head
+    assert "gradient of the LM head" not in needs(qwen, *one, "policy.lora.r=4").processes[0].parts
+    parts = needs(qwen, *one, "trainer.weights=bf16").processes[0].parts
+    assert parts["a weight as it changes"] == 18 * head and "activations" not in parts
+
+
+def test_the_mask_of_attention_is_kept_by_each_layer_on_a_gpu(qwen):
+    given = [f"policy.model={qwen}", "policy.attention=sdpa", "policy.autocast=off"]
+    config = with_defaults(load(MATH, [*given, "policy.gradient_checkpointing=false"]))
+    on_gpu, on_cpu = (
+        MemoryEstimate.of(config, machine, 300)._activations()
+        for machine in (planned_machine("1x80"), Machine(0, 0, 1e12))
+    )
+    scores = group(300, 2, 3072)[2]  # of the two responses that fit the budget
+    assert on_gpu - on_cpu == 28 * 2 * scores
+
+
+def test_advice_leaves_out_what_is_set(qwen):
+    one = ("trainer.devices=1", "runtime.searchers=1", "runtime.use=local", "runtime.lag=")
+    told = needs(qwen, *one, "policy.lora.r=16", gpus="1x24").advice()
+    assert "policy.lora" not in told and "gradient_checkpointing" not in told
+    assert "devices" not in told and "runtime.colocate=sleep, or a lower" in told
+
+
+def test_the_smoke_run_says_what_it_needs(tmp_path):
+    """The table in its file is that of the formula."""
+    script = module_at(ROOT / "scripts" / "write_memory.py")
+    file = ROOT / "experiments" / "gpu_smoke.toml"
+    small, large = "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B"
+    for name in (small, large):
+        script.MODELS[name].save_pretrained(tmp_path / name)
+    variants = {
+        "1.5B, LoRA": ("1x24", small, []),
+        "7B, LoRA": ("1x80", large, []),
+        "1.5B, all weights": ("1x80", small, ["policy.lora=", "trainer.learning_rate=1e-6"]),
+    }
+    for name, (gpus, model, more) in variants.items():
+        config = with_defaults(load(file, [f"policy.model={tmp_path / model}", *more]))
+        need = MemoryEstimate.of(config, planned_machine(gpus), 200)
+        total, cache = need.needed()[0] / 1e9, need._engine()["KV cache"] / 1e9
+        row = rf"^#   {re.escape(name)} +{total:.1f} of {gpus[2:]} +{cache:.1f}$"
+        assert re.search(row, file.read_text(), re.M), (name, total, cache)
+
+
+def test_the_table_of_experiments_is_that_of_the_page():
+    script = module_at(ROOT / "scripts" / "write_memory.py")
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    assert script.page(page) == page, "type python scripts/write_memory.py"
