@@ -172,7 +172,7 @@ MUTANTS: list[tuple[Any, str, str, str, str]] = [
     (publish, "answer", ".float().cpu().numpy()", ".float().numpy()", r"at publish\.py:\d+ answer"),
     (state, "load", "stored.read().to(parameter.device)", "stored.read()",
      r"at trainer\.py:\d+ step"),
-    (cache, "check_logits", ", device=model.device)", ")", r"at cache\.py:\d+ check_l"),
+    (cache, "check_logits", ", device=model.device)", ")", r"at forward\.py:\d+ check_l"),
 ]  # fmt: skip
 """Places at which something moves to the device: module, function, code, the code without that,
 and what is said."""

@@ -47,7 +47,7 @@ def test_a_wheel_trains_and_reports(tmp_path):
     place = call(tmp_path, python, "-c", "import tba; print(tba.__file__, tba.__version__)")
     assert place.split() == [str(own / "tba" / "__init__.py"), tba.__version__]
     assert (own / "tba" / "py.typed").is_file()
-    assert (own / "tba" / "runs" / "card.md").is_file()
+    assert (own / "tba" / "offline" / "card.md").is_file()
     command = fresh / "bin" / "tba"
     settings = ("run.steps=5", "run.folder=mine", "eval.prompts=8", "log.tensorboard=false")
     call(tmp_path, command, "train", *settings)

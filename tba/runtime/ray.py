@@ -1,9 +1,8 @@
 """Searchers in separate processes, on this machine or a cluster.
 
-A collector thread keeps every searcher busy and receives results; the train loop only takes results
-that have arrived. A searcher that dies, misses a deadline or has a faulty engine is restarted, and
-its tasks are issued again. If Ray itself is lost, the next call raises ClusterLostError; `state`
-and `close` still work.
+A collector thread keeps every searcher busy; the train loop takes results that have arrived. A
+searcher that dies, is late or has a faulty engine is restarted, and its tasks are issued again. If
+Ray is lost, the next call raises ClusterLostError; `state` and `close` still work.
 
     train loop            collector thread                  searcher process (actor.py)
     gather                _collect, in a loop
@@ -11,7 +10,7 @@ and `close` still work.
       _results              _hand_out_evaluations  -->      evaluate(piece, weights)
       PromptStream.done     _hand_out_searches
                               PromptStream.take
-                              Handle.search        -->      search(prompts)
+                              SearcherHandle.search -->     search(prompts)
                             Pool.send_newest       -->      publish(weights)
                             ended, _receive        <--      results: _results, Evaluations.done
     evaluate                Pool.late, _restart    -->      killed; PromptStream.put_back
@@ -21,8 +20,7 @@ and `close` still work.
       Trainer.copy            the copy is converted and sent, with its probe
       Publisher.publish       _publish: Pool.send_newest
 
-One lock, `_changed`, guards pool, stream, results and evaluations. `Calls` (deadline.py) makes
-every call to Ray, with a deadline.
+The lock `_changed` guards pool, stream, results and evaluations. `Calls` limits calls to Ray.
 """
 
 import logging

@@ -34,7 +34,7 @@ from tba.tasks import Itemized, Program
 
 T = TypeVar("T")
 
-MAIN = Path(__file__).with_name("agent_child.py")
+MAIN = Path(__file__).parents[1] / "agents" / "child.py"
 """Main program of an agent process."""
 GRACE = 2.0
 """Seconds after which a session that was told to end counts as stuck."""
