@@ -1,4 +1,4 @@
-"""Tools in a chat: how a model's chat template shows them, their calls and their results."""
+"""Tools in a chat: how a model's chat template renders tools, their calls and their results."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from tba.types import Completion, Trajectory
 
 OBJECT = r"""\s*\{(?:"(?:[^"\\]|\\.)*"|[^"])*?\}\s*"""
 CALL = re.compile(rf"<tool_call>({OBJECT}|.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call; an object may have the tags in its strings."""
+"""A call; strings in its object may contain the tags."""
 FORM = '{"name": ..., "arguments": {...}}'
 ABOUT = f"""You may call these functions:
 <tools>
@@ -36,17 +36,17 @@ You then receive its result:
 <tool_response>
 ...
 </tool_response>"""
-"""Description of the tools, for a chat template that has none."""
+"""Description of the tools, for chat templates that do not render them."""
 QUESTION: Sequence[Message] = ({"role": "user", "content": "?"},)
 TURN = "\ue000a turn of the policy\ue001"
-"""Stands for a turn in a dialogue that is rendered for what follows it."""
+"""Placeholder for a turn, in a dialogue that is rendered to find the text after the turn."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool as the policy wrote it; `error` says why it cannot be carried out."""
+    """A tool call as the policy wrote it; `error` says why it cannot be executed."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -57,9 +57,9 @@ class Call:
 class Chat:
     """A tokenizer's chat template, with tools.
 
-    A template that describes tools shows their calls and results, too. For others, the system
-    message describes the tools, and results are messages of the user. ValueError if a dialogue with
-    tools cannot be held.
+    A template that describes tools also renders their calls and results. For other templates, the
+    system message describes the tools, and results are user messages. Raises ValueError if the
+    template does not support dialogues with tools.
     """
 
     text: Tokenizer
@@ -85,7 +85,7 @@ class Chat:
         return self._rendered(QUESTION) != self._rendered(QUESTION, tools=False)
 
     def opening(self, prompt: Prompt, observation: str = "") -> list[Message]:
-        """Return the messages of a prompt with the tools; an observation ends that of the user."""
+        """Return a prompt's messages with the tools; append an observation to the user's."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
         if not isinstance(prompt.text, str):
             messages = list(map(normalised, prompt.text))
@@ -97,7 +97,7 @@ class Chat:
         return self.described(messages)
 
     def described(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with the tools in the system message, if the template has none."""
+        """Return messages, with the tools in the system message if the template lacks them."""
         if not self.schemas or self.describes_tools:
             return list(messages)
         described = ABOUT % "\n".join(map(json.dumps, self.schemas.values()))
@@ -107,7 +107,7 @@ class Chat:
         return [{"role": "system", "content": described}, *messages]
 
     def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
-        """Return the tokens of a prompt with the tools, and with an observation."""
+        """Return the tokens of a prompt with the tools and an observation."""
         with about(f"prompt {prompt.id!r}"):
             opening = self._as_shown(self.opening(prompt, observation))
             return self.text.tokens(self._rendered(opening, roles=None))
@@ -115,15 +115,15 @@ class Chat:
     def reply(
         self, last: int, results: Sequence[Message], before: Sequence[Message] = QUESTION
     ) -> np.ndarray:
-        """Return the tokens between a turn of the policy, whose last token this is, and its next.
+        """Return the tokens between a turn of the policy, which ends with `last`, and its next.
 
-        They are those that the chat template writes there in the whole dialogue: messages `before`
-        the turn, and results after it. What the policy sampled is never tokenised again.
+        The chat template writes them there in the whole dialogue: messages `before` the turn, and
+        results after it. Tokens that the policy sampled are never tokenised again.
         """
         between = self._after_turn(before, results)
         if last not in self.text.eos_ids:
             return self.text.tokens(between)
-        # the policy has ended its turn itself: leave out the template's end, up to the same token
+        # the policy has ended its turn itself: skip the template's end, up to the same token
         unlike = [{**result, "content": "\ufffe"} for result in results]
         head = self._after_turn(before, unlike).partition("\ufffe")[0]
         names = self.text.tokenizer.convert_ids_to_tokens(sorted(self.text.eos_ids))
@@ -136,7 +136,7 @@ class Chat:
         self, context: np.ndarray, turn: np.ndarray, stop: Sequence[str],
         begun: Message | None = None,
     ) -> tuple[Message, list[Call]]:  # fmt: skip
-        """Return a turn of the policy, or what it adds to a message, and its calls in order."""
+        """Return a turn of the policy, or its addition to a message, and its calls in order."""
         head = begun["content"] if begun else ""
         tokenizer = self.text.tokenizer
         written = self.text.decode(turn)
@@ -152,7 +152,7 @@ class Chat:
             before = len((begun or {}).get("tool_calls", ()))
             calls = [_call(each) for each in parsed.get("tool_calls") or ()][before:]
             spoken = (parsed.get("content") or "").removeprefix(head)
-            if int(turn[-1]) in self.text.eos_ids:  # what reads calls may leave it
+            if int(turn[-1]) in self.text.eos_ids:  # the parser may keep it
                 spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
             return {**message, **parsed, "content": before_stop(spoken, stop)}, calls
         written = head + written
@@ -167,16 +167,16 @@ class Chat:
 
     @property
     def _own_form(self) -> bool:
-        """True if the tokenizer says how calls are read; older versions of transformers cannot.
+        """True if the tokenizer defines how to parse calls; older transformers do not support it.
 
-        Where the template describes no tools, they are called as `ABOUT` says.
+        If the template does not describe tools, calls have the form that `ABOUT` describes.
         """
         is_read = vars(self.text.tokenizer).get("response_template") is not None
         return is_read and (self.describes_tools or not self.schemas)
 
     @property
     def _writes_another_form(self) -> bool:
-        """True if the template writes calls, and not between tags, as they are read."""
+        """True if the template writes calls, but not between the tags that `CALL` matches."""
         call = Call("name_of_a_tool", {"x": "?"})
         function = _as_function({"name": call.name, "arguments": call.arguments})
         turn = {"role": "assistant", "content": "", "tool_calls": [function]}
@@ -184,21 +184,21 @@ class Chat:
         return call.name in shown and call not in map(_read, CALL.findall(shown))
 
     def rendered(self, messages: Sequence[Message]) -> str:
-        """Return a whole chat as text; where a template has no tools, their calls are text."""
+        """Return a whole chat as text; calls are text if the template does not support tools."""
         shown = self._as_shown(_joined(self.described(messages)))
         return self._rendered(shown, roles=("system", "user", "tool"))
 
     def written(self, turn: Message) -> str:
         """Return a turn with its calls as the policy would write it.
 
-        ValueError if the template writes calls in a form of its own.
+        Raises ValueError if the template writes calls in another form.
         """
         if turn.get("tool_calls") and self.describes_tools and self._writes_another_form:
             raise ValueError("the chat template writes calls in a form of its own; give tokens")
         return str(_with_calls(turn)["content"])
 
     def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:
-        """Return what the template puts after a turn of the policy in a dialogue."""
+        """Return the text that the template writes after a turn of the policy in a dialogue."""
         turn: Message = {"role": "assistant", "content": TURN}
         names = [m.get("name", "f") for m in results if m["role"] == "tool"]
         if names and self._needs_calls:
@@ -213,8 +213,8 @@ class Chat:
         return "?" not in self._after(QUESTION, {"role": "assistant", "content": TURN}, [result])
 
     def _after(self, before: Sequence[Message], turn: Message, results: Sequence[Message]) -> str:
-        """Return what the template puts after TURN, which stands in this turn."""
-        # earlier turns without calls; some templates refuse a turn without content
+        """Return the text that the template writes after TURN, which this turn contains."""
+        # drop the calls of earlier turns; some templates reject a turn without content
         plain: list[Message] = []
         for m in before:
             turn_of_policy = {"role": "assistant", "content": m.get("content") or TURN}
@@ -224,7 +224,7 @@ class Chat:
         return after if shown else ""
 
     def _as_shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with calls and results of tools as text, where a template has none."""
+        """Return messages, with tool calls and results as text if the template lacks tools."""
         chat: list[Message] = []
         for message in messages:
             role = message["role"]
@@ -239,7 +239,7 @@ class Chat:
         return chat
 
     def _rendered(self, messages: Sequence[Message], tools: bool = True, roles: Roles = ()) -> str:
-        """Return a chat as text, up to where the policy goes on."""
+        """Return a chat as text, up to the point where the policy continues."""
         schemas = list(self.schemas.values()) if tools and self.schemas else None
         try:
             return self.text.render(messages, {"tools": schemas}, roles)
@@ -251,13 +251,13 @@ class Chat:
 
 
 def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str]) -> str:
-    """Return a response for a person to read: a dialogue or a session in full."""
+    """Return a response as readable text; a dialogue or a session is shown in full."""
     stop = stop if response.marks is None else ()
     return text.answer(response.tokens, response.finished, stop).text
 
 
 def check_stop(stops: Sequence[str], text: Tokenizer, key: str = "sampling.stop") -> None:
-    """Raise ValueError for a stop string with EOS, which is not in the text of a response."""
+    """Raise ValueError if a stop string contains EOS, which the text of a response does not."""
     names = text.tokenizer.convert_ids_to_tokens(sorted(text.eos_ids))
     for stop, name in product(stops, names):
         if name in stop:
@@ -268,7 +268,7 @@ def check_stop(stops: Sequence[str], text: Tokenizer, key: str = "sampling.stop"
 
 
 def endings(text: Tokenizer, chats: bool, stop: Sequence[str]) -> list[str]:
-    """Return where responses end, as a line, and warnings; a chat template only ends `chats`."""
+    """Return a line with the ends of responses, and warnings; templates end only `chats`."""
     warnings = []
     others = [source for source, ids in text.ends.items() if text.eos_id not in ids]
     if others and "policy.eos_token" not in text.ends:
@@ -292,12 +292,12 @@ def endings(text: Tokenizer, chats: bool, stop: Sequence[str]) -> list[str]:
 
 
 def _end_of_turn(text: Tokenizer) -> tuple[str, int | None]:
-    """Return what ends a turn in the chat template: an EOS or added token, with its id, or text."""
+    """Return the end of a turn in the chat template: an EOS or added token and its id, or text."""
     chat = [*QUESTION, {"role": "assistant", "content": TURN}]
     shown = []
-    with suppress(Exception):  # the template is code from outside
+    with suppress(Exception):  # the template is third-party code
         shown = [text.tokenizer.apply_chat_template(chat, tokenize=False, **text.template_kwargs)]
-    with suppress(ValueError):  # earlier turns may end in another way than the last one
+    with suppress(ValueError):  # earlier turns may end differently from the last one
         shown.append(text.render([*chat, *QUESTION], {}, ()))
     afters = [each.partition(TURN)[2].partition("?")[0].rstrip() for each in shown]
     for ids in text.tokenizer([*afters, ""], add_special_tokens=False)["input_ids"]:
@@ -308,9 +308,9 @@ def _end_of_turn(text: Tokenizer) -> tuple[str, int | None]:
 
 
 def encoder(text: Tokenizer, task: Task) -> Encode:
-    """Return what encodes the prompts of a task: with its tools, if it has some.
+    """Return the encoder of a task's prompts, which includes the task's tools.
 
-    ValueError if the tokenizer has no chat template for its tools, or its program.
+    Raises ValueError if the task has tools or a program, and the tokenizer no chat template for it.
     """
     if task.program is not None:
         with about("task.rollout"):
@@ -320,20 +320,20 @@ def encoder(text: Tokenizer, task: Task) -> Encode:
 
 
 def chat_of(text: Tokenizer, tools: Tools) -> Chat:
-    """Return the chat with the tools of an environment; ValueError if there can be none."""
+    """Return the chat with an environment's tools. Raises ValueError: see `Chat`."""
     with about("task.environment"):
         return Chat(text, tools.schemas)
 
 
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
-    """Return what tells prompts apart: the tokens, and the row if more than rewards read it."""
+    """Return a key that identifies a prompt: tokens, and the row if more than rewards read it."""
     reads_row = task.tools is not None or task.program is not None
     row = json.dumps(prompt.columns, sort_keys=True, default=str) if reads_row else ""
     return tokens.tobytes() + row.encode()
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Join each message of the assistant with the next one, if that is the assistant's, too."""
+    """Join consecutive messages of the assistant."""
     joined: list[Message] = []
     for message in messages:
         before = joined[-1] if joined else {}
@@ -346,7 +346,7 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_calls(message: Message) -> Message:
-    """Return a turn with its calls as the policy writes them."""
+    """Return a turn with its calls as text, as the policy writes them."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     calls = [json.dumps(function, ensure_ascii=False) for function in functions]
     written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
@@ -359,17 +359,17 @@ def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(written: str) -> Call:
-    """Return the call that is written between the tags."""
+    """Parse the call between the tags."""
     try:
         call = json.loads(written)
-        json.dumps(call, allow_nan=False)  # Infinity is no JSON to others
+        json.dumps(call, allow_nan=False)  # other parsers reject Infinity
         return _call({"function": call})
     except (ValueError, RecursionError) as error:
         return Call(error=f"{error}; write {FORM}")
 
 
 def _call(given: Any) -> Call:
-    """Return a call in the form in which chat templates have it."""
+    """Return the call of a dict in the form that chat templates use."""
     match given:
         case {"function": {"name": str(name), "arguments": dict(arguments)}}:
             return Call(name, arguments)

@@ -1,9 +1,9 @@
-"""Main program of an agent process: it runs the user's program, a call for each session.
+"""Main program of an agent process: it calls the user's program once for each session.
 
-Any Python from 3.11 on can run it: it imports the standard library only, and nothing of this
-package. Sessions arrive through a socket as lines of JSON: a number, and a table, or null to end
-it. Results leave as lines of the number, a kind and a value; number 0 is the start. Async functions
-run in one event loop, plain ones in a thread each.
+Any Python from 3.11 on can run it, because it imports only the standard library. Sessions arrive
+through a socket as lines of JSON: a number, and an object, or null to end the session. Results are
+sent as lines with the number, a kind and a value; number 0 is the start. Async functions run in one
+event loop, sync functions in one thread each.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ LONGEST = 10_000
 LONGEST_LINE = 2**30
 """Most bytes of a row."""
 THREADS = 10_000
-"""Most plain functions at once, those that hang included."""
+"""Most sync functions at once, including functions that hang."""
 
 
 def main(end: int, rollout: str, max_memory: float | None) -> None:
-    """Hold sessions for the searcher at the other end of a socket, until that is closed."""
+    """Run sessions for the searcher at the other end of a socket, until the socket is closed."""
     _die_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
-    os.set_inheritable(end, False)  # who has it would hide the end of this process
+    os.set_inheritable(end, False)  # a process that inherits it would hide the end of this one
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, end))
     connection = socket.socket(fileno=end)
     try:
@@ -75,12 +75,12 @@ async def _serve(
 
 
 def _targets(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Return what makes a program's first argument: a session's address, or a client for it."""
+    """Return a function that makes the program's first argument from a URL: the URL or a client."""
     if next(iter(inspect.signature(function).parameters), "") != "client":
         return str
     import openai
 
-    secure = ssl.create_default_context()  # it takes longer than all else of a client
+    secure = ssl.create_default_context()  # it takes longer than the rest of a client
 
     def client(base_url: str) -> Any:
         connections = openai.DefaultAsyncHttpxClient(verify=secure)
@@ -96,7 +96,7 @@ async def _hold(
     target: Any,
     row: dict[str, Any],
 ) -> None:
-    """Run the program once, and send what it returns or raises."""
+    """Run the program once, and send its result or error."""
     try:
         if inspect.iscoroutinefunction(function):
             returned = await function(target, row)
@@ -121,7 +121,7 @@ def _call(function: Callable[..., Any], target: Any, row: dict[str, Any]) -> Any
 
 
 def _as_json(returned: Any) -> float | dict[str, float] | None:
-    """Return a reward, rewards by name, or None. TypeError for anything else."""
+    """Return a reward, rewards by name, or None. Raises TypeError for anything else."""
     if isinstance(returned, dict):
         return {str(name): _number(value, returned) for name, value in returned.items()}
     return None if returned is None else _number(returned, returned)
@@ -138,11 +138,11 @@ def _number(value: Any, returned: Any) -> float:
 
 
 def _load(rollout: str) -> Callable[..., Any]:
-    """Return the function, or the method of an instance that is made once."""
+    """Return the function, or the method `rollout` of an instance of the class."""
     where, _, name = rollout.rpartition(":")
     path = Path(where).resolve()
     is_file = where.endswith(".py")
-    # last, as for reward functions, so that its files hide no module of Python or of a library
+    # last, as for reward functions, so that its files do not shadow Python's or a library's modules
     sys.path.append(str(path.parent if is_file else Path.cwd()))
     if is_file:
         stem = path.stem.replace(".", "_")
@@ -162,7 +162,7 @@ def _load(rollout: str) -> Callable[..., Any]:
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that is the user's: what is behind the last frame of ours."""
+    """Return the user's part of a traceback: the frames after the last one of this file."""
     users = trace
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == __file__:
@@ -176,7 +176,7 @@ def _line(number: int, kind: str, value: Any = None) -> bytes:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end the group when standard input, the link to the parent, closes."""
+    """Let the kernel kill the group when standard input, the link to the parent, closes."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     link = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Agents: a program of the user holds sessions with the policy, and returns their rewards.
+"""Agents: a user's program runs sessions with the policy, and returns their rewards.
 
-It talks to an endpoint on this machine in OpenAI's form; each session has a path of its own.
+It talks to an endpoint on this machine through OpenAI's API; each session has its own path.
 
     thread of the search           event loop of the endpoint            process of the program
     Agents.hold                 -> Agents._hold
@@ -43,23 +43,23 @@ from tba.types import GIVEN, Completion, Sampling, Turn
 
 NO_CALL = Rejected("no_call", "the program has not called the policy")
 WAITING = 1024
-"""Most requests at once; others are told to come again."""
+"""Most pending requests; further ones are refused with status 503."""
 CHATS = 64
-"""Most sets of tools whose chats are kept."""
+"""Most sets of tools whose chats are cached."""
 ENDED = "the session has ended, or there is none at this path"
 
 
 class Endpoint:
-    """A server on 127.0.0.1, in an event loop and a thread of its own."""
+    """A server on 127.0.0.1, with its own event loop and thread."""
 
     def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0) -> None:
         from tba.agents.server import Listener, server
 
         self.turns = Turns(engine.complete, engine.joins_batches)
         self.counts: Counter[str] = Counter()
-        """Numbers of calls, and of those that were refused, by metric."""
+        """Numbers of calls and of refused requests, by metric."""
         self.failure: BaseException | None = None
-        """What the engine raised while it sampled a reply."""
+        """The exception that the engine raised while it sampled a reply."""
         self._text = text
         self._fixed = fixed or ("" if engine.explores else "the engine cannot sample so")
         self._config = engine.sampling
@@ -68,20 +68,20 @@ class Endpoint:
         self._socket = Listener()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(("127.0.0.1", port))
-        self._socket.listen()  # so that who comes before the server waits
+        self._socket.listen()  # clients that connect before the server runs have to wait
         self.port: int = self._socket.getsockname()[1]
         self.loop = EventLoop("endpoint")
         self._server = server(self._sessions, self._chat, self._models)
         self._serving = self.loop.begin(self._server.serve(sockets=[self._socket]))
 
     def begin(self, live: OpenSession) -> str:
-        """Return the base URL of a session. Whoever does not know it cannot guess it."""
+        """Return the base URL of a session, which cannot be guessed."""
         name = secrets.token_urlsafe(24)
         self._sessions[name] = live
         return f"http://127.0.0.1:{self.port}/s/{name}/v1"
 
     def end(self, url: str) -> None:
-        """End a session: its running requests are cancelled, and later ones refused."""
+        """End a session: cancel its running requests, and refuse later ones."""
         live = self._sessions.pop(url.split("/")[-2])
         for job in live.jobs:
             job.task.cancel()
@@ -102,7 +102,7 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Any) -> Any:
-        """Answer a request; errors are JSON, as OpenAI's clients read them."""
+        """Answer a request; errors are JSON in OpenAI's format."""
         from starlette.requests import ClientDisconnect
 
         try:
@@ -110,15 +110,15 @@ class Endpoint:
         except RefusedError as error:
             self.counts["agents/late" if error.status == 410 else "agents/refused"] += 1
             return error.reply()
-        except ClientDisconnect:  # before all of the request had come
+        except ClientDisconnect:  # before the whole request was received
             return RefusedError(499, "nobody reads this").reply()
 
     async def _reply(self, request: Any) -> Any:
-        """Return the reply, which enters the session once, however many connections wait for it."""
+        """Return the reply, which is recorded once even if several connections wait for it."""
         if self.turns.waiting > WAITING:
             raise RefusedError(503, "too many requests wait; come again")
         name = request.path_params["session"]
-        if name not in self._sessions:  # whoever knows no session gets no room for a body
+        if name not in self._sessions:  # without a valid session, the body is not read
             raise RefusedError(410, ENDED)
         asked = await _read(request)
         live = self._sessions.get(name)
@@ -134,7 +134,7 @@ class Endpoint:
             live.jobs.append(job)
         if await _is_gone(request, job):
             return RefusedError(499, "the client has left").reply()
-        if not key:  # nothing asks for it again
+        if not key:  # nothing will request it again
             live.jobs = [each for each in live.jobs if each is not job]
         try:
             context, turn = await job.task
@@ -150,7 +150,7 @@ class Endpoint:
     async def _sampled(
         self, live: OpenSession, asked: Request, job: PendingReply
     ) -> tuple[RequestContext, Completion]:
-        """Return the tokens of a request, and the policy's reply."""
+        """Return the context of a request, and the policy's reply."""
         with self.turns.expect():
             try:
                 check_stop(asked.stops, self._text, "stop")
@@ -158,7 +158,7 @@ class Endpoint:
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error
-            except Exception as error:  # messages may hold anything
+            except Exception as error:  # messages may contain anything
                 told = f"these messages cannot be read ({type(error).__name__}: {error})"
                 raise RefusedError(400, told) from error
             tokens = context.context
@@ -182,7 +182,7 @@ class Endpoint:
 
 
 def _chat_with(text: Tokenizer, tools: str) -> Chat:
-    """Return the chat with tools that are written as JSON."""
+    """Return the chat with tools that are given as JSON."""
     schemas = {}
     for tool in json.loads(tools):
         match tool:
@@ -194,7 +194,7 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
 
 
 async def _read(request: Any) -> Request:
-    """Return what is asked for; RefusedError for a body that is wrong."""
+    """Parse a request; RefusedError if its body is invalid."""
     try:
         return Request.model_validate_json(await request.body())
     except ValidationError as error:
@@ -204,7 +204,7 @@ async def _read(request: Any) -> Request:
 
 
 async def _is_gone(request: Any, job: PendingReply) -> bool:
-    """Wait for the reply; return whether the client has gone before it came."""
+    """Wait for the reply; return whether the client disconnected before it was ready."""
     job.waiting += 1
     gone = asyncio.ensure_future(request.receive())
     try:
@@ -222,9 +222,9 @@ SessionResult = tuple[Session, Verdict]
 
 
 class Agents:
-    """Holds the sessions of searches. The endpoint and the program's process start with the first.
+    """Runs the sessions of searches. The endpoint and the program's process start with the first.
 
-    `fixed` says why the program may not choose temperature or top_p, if so.
+    `fixed` says why the program may not choose temperature or top_p; "" if it may.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Agents:
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
     ) -> Responses:
-        """Hold `sampling.samples` sessions about each prompt, which end within so many seconds."""
+        """Run `sampling.samples` sessions for each prompt, which end within `seconds`."""
         until = time.monotonic() + seconds
         started: list[Future[SessionResult]] = []
         for prompt in prompts:
@@ -261,19 +261,19 @@ class Agents:
         return self._responses(groups, sampling.max_tokens)
 
     def counts(self) -> Mapping[str, int]:
-        """Return the calls since the last time, by metric."""
+        """Return the numbers of calls since the last time, by metric, and reset them."""
         counts = dict(self._endpoint.counts)
         self._endpoint.counts.clear()
         return counts
 
     def close(self) -> None:
-        """End the endpoint, and with its event loop the process."""
+        """Close the endpoint; the process ends with its event loop."""
         self._endpoint.close()
 
     async def _hold(
         self, row: Mapping[str, Any], sampling: Sampling, seed: int, sample: int, until: float
     ) -> SessionResult:
-        """Hold one session; again if another one may have ended its process, without others."""
+        """Run one session; rerun it alone if another session may have ended its process."""
         begin = partial(
             OpenSession,
             sampling=sampling,
@@ -295,12 +295,12 @@ class Agents:
         self, row: Mapping[str, Any], begin: Callable[[Session], OpenSession], until: float,
         alone: bool = False,
     ) -> SessionResult | None:  # fmt: skip
-        """Hold one session; return None if another one may have ended its process."""
+        """Run one session; return None if another one may have ended its process."""
         session = Session(self._program.history)
         url = self._endpoint.begin(begin(session))
         try:
             verdict = await self._process.run(url, row, until, alone)
-        except ChildProcessError as error:  # a searcher that starts anew may help later
+        except ChildProcessError as error:  # a restarted searcher may help later
             kind = EngineError if self._process.worked else RewardError
             raise kind(str(error)) from error
         finally:
@@ -310,11 +310,11 @@ class Agents:
         return None if verdict is None else (session, verdict)
 
     def _responses(self, groups: Sequence[Sequence[SessionResult]], limit: int) -> Responses:
-        """Return sessions by prompt, whose tokens are what all sessions about it begin with.
+        """Return sessions by prompt; a prompt's tokens are the prefix that its sessions share.
 
         `limit` is the most tokens of a reply.
         """
-        # in place of a prompt or a session that does not exist; nothing is made of it
+        # placeholder for a missing prompt or session; never trained on
         nothing = np.array([self._text.eos_id], np.int32)
         unsaid = np.array([GIVEN], np.uint8)
         empty = Completion(nothing, np.zeros(1, np.float32), False, 0, marks=unsaid)
@@ -333,9 +333,9 @@ class Agents:
         return Responses(prompts, completions, answers, rewards=rewards)
 
     def _whole(self, session: Session, shared: int, limit: int) -> Completion:
-        """Return a session as a completion behind the first `shared` tokens of its prompt.
+        """Return a session as a completion after the first `shared` tokens of its prompt.
 
-        It is cut off if its last reply is, but not by a lower limit of the program's own.
+        It is truncated if its last reply is, unless the program itself set a lower limit.
         """
         last = session.exchanges[-1]
         length = len(last.turn.tokens)
@@ -343,7 +343,7 @@ class Agents:
         return session.completion(shared, finished=last.turn.finished or not is_full)
 
     def _answer(self, session: Session, verdict: Verdict, finished: bool) -> Answer | Verdict:
-        """Return a session as what reward functions see."""
+        """Return a session in the form that reward functions see."""
         if isinstance(verdict, Rejected):
             return verdict
         last = session.exchanges[-1]
@@ -352,7 +352,7 @@ class Agents:
 
 
 def common(sequences: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the longest beginning that all of these tokens share."""
+    """Return the longest common prefix of these token sequences."""
     shortest = min(map(len, sequences))
     rows = np.stack([sequence[:shortest] for sequence in sequences])
     same = (rows == rows[0]).all(0)

@@ -1,4 +1,4 @@
-"""Dialogues: the policy calls the tools of an environment, and goes on with their results."""
+"""Dialogues: the policy calls the tools of an environment, and continues with their results."""
 
 import pickle
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 
 CHARACTERS = 16
 """Characters of a tool's result that are read for each token of `sampling.max_tokens`: more than
-a token has."""
+a token contains."""
 LEAST = 1000
-"""Characters of a result that are read at least."""
+"""Minimum limit on the characters of a result."""
 SHOWN = 200
-"""Characters that an error shows of what a tool returned."""
+"""Characters of a tool's result that an error message shows."""
 
 
 @dataclass(eq=False)
@@ -37,16 +37,16 @@ class _Dialogue:
     """Number among all dialogues of the search."""
     prompt: np.ndarray
     opening: Sequence[Message]
-    """The messages of the prompt, and what the environment began with."""
+    """The messages of the prompt, including the environment's first observation."""
     instance: Any
     """The environment; Rejected if it could not be reset."""
     said: Completion = NOTHING
     calls: list[Call] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     reply: np.ndarray = field(default_factory=lambda: NO_TOKENS)
-    """Tokens of the environment that the next turn follows."""
+    """Tokens of the environment before the next turn."""
     hangs: bool = False
-    """True if a call has not returned: the instance is left alone from then on."""
+    """True if a call has not returned: the instance is no longer used."""
 
     @property
     def context(self) -> np.ndarray:
@@ -59,10 +59,10 @@ class _Dialogue:
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Holds dialogues with instances of an environment. Those of a search take turns together.
+    """Runs dialogues with instances of an environment. A search runs its dialogues in lockstep.
 
-    A dialogue's tokens are those that the policy sampled and, between two turns, those of the
-    environment, which count towards `sampling.max_tokens` as well.
+    A dialogue consists of the tokens that the policy sampled and, between two turns, the tokens of
+    the environment, which also count towards `sampling.max_tokens`.
     """
 
     engine: Engine
@@ -90,7 +90,7 @@ class Dialogues:
         return Responses(tokens, completions, answers, results)
 
     def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[_Dialogue]]:
-        """Return the dialogues about each prompt, which begin alike."""
+        """Return the dialogues of each prompt, which all begin with the same tokens."""
         copies = [prompt for prompt in prompts for _ in range(sampling.samples)]
         instances = iter(open_all(self.tools, copies))
         longest = self.text.context - sampling.max_tokens
@@ -114,7 +114,7 @@ class Dialogues:
         return groups
 
     def _hear(self, dialogue: _Dialogue, turn: Completion, stop: Sequence[str]) -> None:
-        """Append a turn of the policy. If the limit cut it, its calls are not carried out."""
+        """Append a turn of the policy. If the limit truncated it, its calls are not executed."""
         message, calls = self.chat.read(dialogue.context, turn.tokens, stop)
         dialogue.messages.append(message)
         goes_on = bool(calls) and turn.finished and not isinstance(dialogue.instance, Rejected)
@@ -124,7 +124,7 @@ class Dialogues:
         dialogue.reply = NO_TOKENS
 
     def _call_tools(self, waiting: Sequence[_Dialogue], max_tokens: int) -> list[ToolResult]:
-        """Carry out the calls of the newest turns, and return their results."""
+        """Execute the calls of the newest turns, and return their results."""
         results = []
         deadline = self.tools.deadline
         for number in range(max((len(d.calls) for d in waiting), default=0)):
@@ -147,7 +147,7 @@ class Dialogues:
         return results
 
     def _result(self, dialogue: _Dialogue, call: Call, limit: int) -> ToolResult:
-        """Return the result of a call, of which at most so many characters are read."""
+        """Return the result of a call, cut to at most `limit` characters."""
         failed = False
         try:
             text = self._called(dialogue, call)
@@ -173,7 +173,7 @@ class Dialogues:
     def _go_on(
         self, waiting: Sequence[_Dialogue], sampling: Sampling, seed: int, turn: int
     ) -> None:
-        """Let the policy take its next turn in these dialogues."""
+        """Sample the policy's next turn in these dialogues."""
         waiting = [d for d in waiting if d.room(sampling.max_tokens) > 0]
         turns = []
         for d in waiting:
@@ -192,14 +192,14 @@ class Dialogues:
 
 
 def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:
-    """ValueError if a dialogue cannot begin, or its environment not reach what scores it."""
+    """Raise ValueError if a dialogue cannot begin, or its environment cannot be sent to rewards."""
     ((instance, _),) = open_all(tools, [prompt])
     if isinstance(instance, Rejected):
         raise ValueError(f"task.environment cannot be reset: {instance.detail}")
     if tools.judged and isolate == "process":
         try:
             pickle.dumps(instance)
-        except Exception as error:  # the instance's own objects decide what is raised
+        except Exception as error:  # the instance's objects may raise anything
             raise ValueError(
                 f"task.environment: {type(instance).__name__} cannot be sent to the process that"
                 f" scores, where a reward takes `environments`: {error}; set reward.isolate=none"
@@ -207,7 +207,7 @@ def check_tools(tools: Tools, prompt: Prompt, isolate: str) -> None:
 
 
 def open_all(tools: Tools, prompts: Sequence[Prompt]) -> list[tuple[Any, str]]:
-    """Return an instance for each prompt, or why it has none, and the text that it begins with."""
+    """Return for each prompt an instance, or a rejection, and the text that it begins with."""
     instances: list[tuple[Any, str]] = []
     for outcome in within(tools.deadline, [partial(tools.open, p) for p in prompts]):
         if outcome is None:
@@ -220,7 +220,7 @@ def open_all(tools: Tools, prompts: Sequence[Prompt]) -> list[tuple[Any, str]]:
 
 
 def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
-    """Return an instance, or a rejection if it does not begin like others of its group."""
+    """Return an instance, or a rejection if it begins differently from others of its group."""
     if isinstance(instance, Rejected):
         return instance
     if text != begin:

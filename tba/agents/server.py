@@ -1,4 +1,4 @@
-"""HTTP server of the endpoint. Other users of the machine reach its port, but know no session."""
+"""HTTP server of the endpoint. Other users of the machine can reach its port, but no session."""
 
 import resource
 import socket
@@ -15,20 +15,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tba.agents.wire import RefusedError
 
 SECONDS = 10.0
-"""Seconds for a whole request, from when a connection was opened or has got its last reply."""
+"""Seconds to receive a request, from the opening of the connection or from its last reply."""
 
 
 class Listener(socket.socket):
-    """Socket with a long queue, from which few connections are accepted at once."""
+    """Socket with a long queue; few of its connections are accepted at once."""
 
     def listen(self, backlog: int = 0) -> None:
         super().listen(2048)
 
 
 def _protocol(sessions: Mapping[str, Any], most: int) -> Any:
-    """Return the class of connections, which close unless they ask for a live session in time.
+    """Return the class of connections, which close unless they request an open session in time.
 
-    Of more than `most`, the one that has waited longest for a request is closed.
+    If there are more than `most`, the one that has waited longest for a request is closed.
     """
     waiting: OrderedDict[Any, Any] = OrderedDict()
 
@@ -49,7 +49,7 @@ def _protocol(sessions: Mapping[str, Any], most: int) -> Any:
             self.watch()
 
         def watch(self) -> None:
-            """Let the deadline run, except while a whole request for a session is answered."""
+            """Run the deadline, except while a complete request for a session is being answered."""
             cycle = self.cycle
             answers = cycle is not None and not (cycle.more_body or cycle.response_complete)
             if not answers or sessions.keys().isdisjoint(self.scope["path"].split("/")):
@@ -70,7 +70,7 @@ def _protocol(sessions: Mapping[str, Any], most: int) -> Any:
 
 
 def server(sessions: Mapping[str, Any], chat: Any, models: Any) -> Any:
-    """Return a server of sessions, whose connections leave half of the free files to others."""
+    """Return a server of sessions, whose connections use at most half of the free descriptors."""
     routes = [
         Route("/s/{session}/v1/chat/completions", chat, methods=["POST"]),
         Route("/s/{session}/v1/models", models, methods=["GET"]),
@@ -82,7 +82,7 @@ def server(sessions: Mapping[str, Any], chat: Any, models: Any) -> Any:
         app,
         http=_protocol(sessions, min(4096, free // 2)),
         ws="none",
-        backlog=max(1, min(128, free // 8)),  # accepted at once, before one can be closed
+        backlog=max(1, min(128, free // 8)),  # accepted at once, before any can be closed
         access_log=False,  # paths are secrets
         log_config=None,
         log_level="error",
@@ -93,7 +93,7 @@ def server(sessions: Mapping[str, Any], chat: Any, models: Any) -> Any:
 
 
 async def _not_served(request: Any, error: Any) -> Any:
-    """Refuse a request to another path, such as /responses, or by another method."""
+    """Refuse a request to another path, such as /responses, or with another method."""
     told = (
         "only POST {base_url}/chat/completions and GET {base_url}/models are served; set your"
         " client to chat completions"

@@ -1,8 +1,8 @@
 """Sessions of a user's program with the policy: from requests to one trajectory.
 
-What was sampled is never tokenised again. A request is matched to the deepest earlier exchange
-whose messages and reply it begins with; its tokens are then those of that exchange, and what the
-chat template writes after the reply. A request that matches none begins a new context.
+Sampled tokens are never tokenised again. A request is matched to the deepest earlier exchange whose
+messages and reply it begins with; its tokens are then the tokens of that exchange, followed by the
+text that the chat template writes after the reply. Without a match, it begins a new context.
 """
 
 import asyncio
@@ -25,51 +25,51 @@ from tba.streams import Use, seed_of
 from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 
 History = Literal["append", "template"]
-"""What the policy sees of the past: its own tokens, or what the chat template makes of it."""
+"""How the policy sees the past: as its own tokens, or as the chat template renders it."""
 
 AT_ONCE = 1024
-"""Most turns that an engine samples at once, where they join a running batch."""
+"""Most turns that an engine samples at once, if they join a running batch."""
 TOKENISING = 0.1
-"""Most seconds that a batch waits for turns that have arrived, and are being tokenised."""
+"""Most seconds that a batch waits for requests that are being tokenised."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
-"""Keys of a message that do not change what it says."""
+"""Keys of a message that do not change its content."""
 REPLY = ("role", "content", "tool_calls")
-"""Keys of a reply that say something; clients add others."""
+"""Keys of a reply that are compared; clients add others."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of messages; chat templates leave out others without a word."""
+"""Roles of messages; chat templates silently drop others."""
 
 
 @dataclass(frozen=True)
 class MessageKey:
-    """Contents of a message, in a form in which equal messages are equal."""
+    """Content of a message in a canonical form, for comparison."""
 
     text: str
     thoughts: str
 
     def is_again(self, later: "MessageKey") -> bool:
-        """Return whether a later request has this message, with or without its thoughts."""
+        """Return whether `later` is this message again, with or without its thoughts."""
         return self.text == later.text and later.thoughts in ("", self.thoughts)
 
 
 @dataclass(frozen=True, eq=False)
 class RequestContext:
-    """A request, as it follows an earlier exchange, and its tokens."""
+    """A request, the earlier exchange that it follows, and its tokens."""
 
     chat: Chat
     messages: tuple[Message, ...]
     """Messages for the chat template."""
     said: tuple[MessageKey, ...]
-    """What each message says."""
+    """The key of each message."""
     after: "Exchange | None"
-    """The exchange whose context goes on; None for a new context."""
+    """The exchange whose context continues; None for a new context."""
     given: np.ndarray
     """Tokens after the reply of `after`, or of the whole new context."""
     rendered: str
-    """The messages as the chat template shows them; "" where nothing compares it."""
+    """The messages as the chat template renders them; "" if they are not compared."""
 
     @cached_property
     def context(self) -> np.ndarray:
-        """All tokens that the reply follows."""
+        """All tokens before the reply."""
         if self.after is None:
             return self.given
         before = self.after
@@ -86,7 +86,7 @@ class RequestContext:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """A request and the policy's reply, which the program has received."""
+    """A request, and the policy's reply that the program received."""
 
     asked: RequestContext
     turn: Completion
@@ -94,7 +94,7 @@ class Exchange:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """The request's messages and the reply, as one message with the one that it continues."""
+        """The request's messages and the reply, merged with the message that it continues."""
         begun = self.asked.begun
         if begun is None:
             return (*self.asked.messages, self.reply)
@@ -108,17 +108,17 @@ class Exchange:
 
     @cached_property
     def said(self) -> tuple[MessageKey, ...]:
-        """What `messages` say."""
+        """The keys of `messages`."""
         return tuple(map(said_in, self.messages))
 
     @cached_property
     def spoken(self) -> str:
-        """Text of the reply, with its special tokens but for the one that ends it."""
+        """Text of the reply, including its special tokens except for the final one."""
         return self.asked.chat.text.decode(self.turn.tokens)
 
     @property
     def path(self) -> list["Exchange"]:
-        """The exchanges of its context, from the first one on."""
+        """The exchanges of its context, first to last."""
         path = [self]
         while (before := path[-1].asked.after) is not None:
             path.append(before)
@@ -133,10 +133,10 @@ class Session:
         self.exchanges: list[Exchange] = []
 
     def ask(self, messages: Sequence[Mapping[str, Any]], chat: Chat) -> RequestContext:
-        """Return the tokens of a request. ValueError if the chat template cannot show it."""
+        """Return the context of a request. Raises ValueError if the template cannot render it."""
         shown = tuple(with_names(list(map(readable, messages))))
         said = tuple(map(said_in, shown))
-        for exchange in self.exchanges:  # programs may keep the parts of a turn apart
+        for exchange in self.exchanges:  # programs may store a turn as several messages
             apart = (*exchange.asked.said, said_in(exchange.reply))
             if exchange.asked.begun is not None and begins(said, apart):
                 shown = (*exchange.messages, *shown[len(apart) :])
@@ -155,7 +155,7 @@ class Session:
         return RequestContext(chat, shown, said, before, given, rendered)
 
     def add(self, asked: RequestContext, turn: Completion, reply: Mapping[str, Any]) -> Exchange:
-        """Record a reply that the program receives."""
+        """Record a reply to the program."""
         exchange = Exchange(asked, turn, readable(reply))
         self.exchanges.append(exchange)
         return exchange
@@ -167,14 +167,14 @@ class Session:
 
     @property
     def prompt(self) -> np.ndarray:
-        """The tokens that the first context begins with. There is at least one exchange."""
+        """The tokens that the first context begins with. Needs at least one exchange."""
         return self.exchanges[0].asked.given
 
     def completion(self, shared: int, finished: bool) -> Completion:
-        """Return everything behind the first `shared` tokens of the prompt as one completion.
+        """Return everything after the first `shared` tokens of the prompt as one completion.
 
-        Each further context is a restart. A reply that several contexts share is sampled in the
-        first of them, and given in others.
+        Each further context is a restart. A reply that several contexts share counts as sampled in
+        the first of them, and as given in the others.
         """
         whole = NOTHING
         given: list[np.ndarray] = []
@@ -227,7 +227,7 @@ class PendingReply:
 
 @dataclass(eq=False)
 class OpenSession:
-    """A session that is being held: sample number `sample` of the search with this seed."""
+    """A running session: sample number `sample` of the search with seed `search`."""
 
     session: Session
     sampling: Sampling
@@ -238,16 +238,16 @@ class OpenSession:
     jobs: list[PendingReply] = field(default_factory=list)
 
     def repeated(self, body: str, has_key: bool, is_retry: bool) -> PendingReply | None:
-        """Return the call that a request repeats.
+        """Return the call that a request repeats; None if it is new.
 
-        Without a key, only a retry repeats a call that a client still waits for.
+        Without a key, only a retry can repeat a call that a client still waits for.
         """
         same = [job for job in self.jobs if job.body == body]
         pending = [job for job in same if job.response is None and (is_retry or not job.waiting)]
         return min(same if has_key else pending, key=lambda job: job.waiting, default=None)
 
     def seed(self, job: PendingReply) -> int:
-        """Return the seed of a call, and number it."""
+        """Number a call, and return its seed."""
         if self.calls == self.max_calls:
             raise RefusedError(410, f"the session has had its {self.calls} calls (max_calls)")
         job.number = self.calls
@@ -265,17 +265,17 @@ class OpenSession:
 
 
 class Turns:
-    """Turns to sample. Those that arrive while a batch runs are the next batch.
+    """Turns to sample. Turns that arrive while a batch runs form the next batch.
 
-    The threads that hold sessions sample them, so that an engine's error ends their search.
+    The threads of searches sample them, so that an engine's error ends the search.
     """
 
     def __init__(
         self, complete: Callable[[Sequence[Turn]], list[Completion]], joins_batches: bool
     ) -> None:
-        """`complete` samples turns; `joins_batches` is as of an engine."""
+        """`complete` samples turns; `joins_batches`: see `Engine.joins_batches`."""
         self._run = complete
-        self._changed = threading.Condition()  # guards what is waiting and expected
+        self._changed = threading.Condition()  # guards `_waiting` and `_expected`
         self._expected = 0
         self._waiting: list[tuple[Turn, Future[Completion]]] = []
         self._threads = ThreadPoolExecutor(AT_ONCE, "turn") if joins_batches else None
@@ -286,7 +286,7 @@ class Turns:
 
     @contextmanager
     def expect(self) -> Iterator[None]:
-        """Let the next batch wait while the tokens of a turn that has arrived are made."""
+        """Let the next batch wait while a request that has arrived is tokenised."""
         with self._changed:
             self._expected += 1
         try:
@@ -297,7 +297,7 @@ class Turns:
                 self._changed.notify()
 
     def sample(self, turn: Turn) -> "asyncio.Future[Completion]":
-        """Return the completion of a turn. Cancelling drops it, unless it is being sampled."""
+        """Return the completion of a turn. Cancelling drops the turn unless it is being sampled."""
         future: Future[Completion] = Future()
         with self._changed:
             self._waiting.append((turn, future))
@@ -305,7 +305,7 @@ class Turns:
         return asyncio.wrap_future(future)
 
     def work(self, seconds: float) -> None:
-        """Sample the turns that are waiting; wait so long for the first one."""
+        """Sample the waiting turns; wait at most `seconds` for the first one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting, seconds)
             self._changed.wait_for(lambda: not self._expected, TOKENISING)
@@ -332,7 +332,7 @@ class Turns:
 
 
 def readable(message: Mapping[str, Any]) -> Message:
-    """Return a message for chat templates, with its content as text. ValueError if it is none."""
+    """Return a message with its content as text; ValueError if it is not a valid message."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role is not None and role not in ROLES:
         raise ValueError(f"role = {role!r} is none of {', '.join(ROLES)}")
@@ -346,7 +346,7 @@ def begins(said: Sequence[MessageKey], own: Sequence[MessageKey]) -> bool:
 
 
 def said_in(message: Message) -> MessageKey:
-    """Return what a readable message says."""
+    """Return the key of a message, which compares its content."""
     said = {name: value for name, value in message.items() if name not in (*IDS, *THOUGHTS)}
     if said["role"] == "assistant":
         said = {name: value for name, value in said.items() if name in REPLY}
@@ -359,5 +359,5 @@ def said_in(message: Message) -> MessageKey:
 
 
 def squeezed(text: str) -> str:
-    """Return a text without white space."""
+    """Return a text without whitespace."""
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as JSON: what a request asks for, and the reply to it."""
+"""OpenAI's chat completions as JSON: requests and replies."""
 
 import json
 import secrets
@@ -18,19 +18,19 @@ from tba.prompt import Message
 from tba.types import Completion, Sampling
 
 COLDEST = 0.01
-"""Temperature for programs that ask for 0."""
+"""Temperature for programs that request 0."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,), "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "min_p": (0, 0.0),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": (0,),
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
     "logit_bias": ({},), "chat_template_kwargs": ({},), "skip_special_tokens": (False,),
 }  # fmt: skip
-"""Parameters with the values that change nothing; others are refused."""
+"""Parameters and their values that have no effect; other values are refused."""
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "request_id", "priority", "cache_salt",
 }  # fmt: skip
-"""Parameters that change nothing, whatever their value."""
+"""Parameters that are ignored, whatever their value."""
 CODES = {
     400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended",
     499: "gone", 503: "overloaded",
@@ -38,7 +38,7 @@ CODES = {
 
 
 class Request(BaseModel, extra="allow", strict=True):
-    """Body of a request. `model` is ignored; what is named neither here nor above is refused."""
+    """Body of a request. `model` is ignored; keys that are neither here nor above are refused."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str = "policy"
@@ -57,23 +57,23 @@ class Request(BaseModel, extra="allow", strict=True):
     return_token_ids: bool | None = False
 
     def sampling(self, own: Sampling, config: Sampling, fixed: str) -> Sampling:
-        """Return how the policy samples its reply; ValueError for what cannot be done.
+        """Return how the policy samples its reply; ValueError if that is not supported.
 
-        `own` is that of a search or an evaluation, `config` that of the config's searches. `fixed`
-        says why no other distribution may be sampled from, if so.
+        `own` is for this search or evaluation, `config` for the config's searches. `fixed` says why
+        no other distribution may be sampled from; "" if others may.
         """
         asked = self.model_dump()
         self._check()
         limit = min(self.max_completion_tokens or self.max_tokens or own.max_tokens, own.max_tokens)
         sampling = replace(own, samples=1, max_tokens=limit, stop=self.stops or own.stop)
-        if own.temperature == 0:  # an evaluation with greedy replies
+        if own.temperature == 0:  # an evaluation with greedy decoding
             return sampling
         if fixed:
             for name in ("temperature", "top_p", "top_k"):
                 if asked[name] not in (None, vars(own)[name], vars(config)[name]):
                     told = f"{name} = {asked[name]:g} is not that of the config, and {fixed}"
                     raise ValueError(told)
-            return sampling  # an evaluation has a temperature of its own
+            return sampling  # an evaluation has its own temperature
         if self.temperature not in (None, own.temperature):
             sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
         given = {name: asked[name] for name in ("top_p", "top_k") if asked[name] is not None}
@@ -105,9 +105,9 @@ def message_of(
     chat: Chat, context: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str],
     begun: Message | None = None, number: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the reply to call `number` of a session, which may continue a message, as OpenAI's.
+    """Return the reply to call `number` of a session in OpenAI's form; it may continue a message.
 
-    Calls stay text where they cannot be read, or the request has no tools that may be called.
+    Calls stay text if they cannot be parsed, or if the request allows no tool calls.
     """
     message, calls = chat.read(context, turn.tokens, stop, begun)
     may_call = asked.tools and asked.tool_choice != "none"
@@ -117,7 +117,7 @@ def message_of(
     reply: dict[str, Any] = {**message, "content": message["content"] or None, "tool_calls": []}
     for place, call in enumerate(calls):
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-        own = f"c{number:04}t{place:03}"  # some templates want 9 letters and digits
+        own = f"c{number:04}t{place:03}"  # some templates require 9 letters and digits
         reply["tool_calls"].append({"id": own, "type": "function", "function": function})
     return reply
 
@@ -126,7 +126,7 @@ def completion(
     text: Tokenizer, prompt: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str],
     message: Mapping[str, Any],
 ) -> Any:  # fmt: skip
-    """Return a reply in OpenAI's form, as JSON or as a stream, in which the message is one part."""
+    """Return a reply in OpenAI's form, as JSON or as a stream with the message in one chunk."""
     from starlette.responses import JSONResponse, Response
 
     reason = "tool_calls" if message.get("tool_calls") else "stop"
@@ -155,7 +155,7 @@ def completion(
         calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
         message = {**message, "tool_calls": calls}
     reply |= {"object": "chat.completion.chunk", "usage": None}
-    # the end is a part of its own: with it, OpenAI's client tells that a call is complete
+    # the end is a separate chunk, by which OpenAI's client knows that a call is complete
     begun = {**choice, "delta": message, "finish_reason": None}
     ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     parts = [{**reply, "choices": [begun]}, {**reply, "choices": [ended]}]
@@ -168,7 +168,7 @@ def completion(
 def _logprobs(text: Tokenizer, turn: Completion, stop: Sequence[str]) -> list[dict[str, Any]]:
     """Return each token's log-prob at the temperature of the config, and its bytes in the reply.
 
-    EOS and what a stop string cuts off have no bytes.
+    EOS and text that a stop string cuts off have no bytes.
     """
     ids = turn.tokens.tolist()
     pieces = [b"" if token in text.eos_ids else _bytes(text, token) for token in ids]
@@ -202,7 +202,7 @@ def _bytes(text: Tokenizer, token: int) -> bytes:
 
 
 class RefusedError(Exception):
-    """A request is refused with this status and code, and in a sentence."""
+    """HTTP error reply: status, code, message."""
 
     def __init__(self, status: int, why: str, code: str = "") -> None:
         super().__init__(why)
@@ -210,7 +210,7 @@ class RefusedError(Exception):
         self._code = code or CODES[status]
 
     def reply(self) -> Any:
-        """Return the error as OpenAI's clients read it."""
+        """Return the error in OpenAI's format."""
         from starlette.responses import JSONResponse
 
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
