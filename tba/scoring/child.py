@@ -1,8 +1,8 @@
 """Main program of a scoring process. It imports torch only if the task does.
 
-Requests arrive as pickles through a socket, replies leave as lines of JSON: the number of the call,
-a kind, and a value. Sync functions run in the main thread, which some graders need for their own
-alarms, and async ones in an event loop beside it.
+Requests arrive as pickles through a socket, and replies are sent as lines of JSON: the number of
+the call, a kind, and a value. Sync functions run in the main thread, because some graders set
+alarms; async functions run in an event loop in another thread.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from tba.scoring.verdicts import Rejected, Verdict, finished, parse_score, rejec
 from tba.tasks import Itemized, Task, listed, scorer_of
 
 SLICE = 0.1
-"""Most seconds of a call's time that count while the event loop does not turn."""
+"""Most seconds that count against a call's deadline while the event loop is blocked."""
 
 
 def main(end: int) -> None:
-    """Score for the searcher at the other end of a socket, until that is closed."""
+    """Score for the searcher at the other end of a socket, until the socket is closed."""
     kill_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
-    os.set_inheritable(end, False)  # who has it would hide the end of this process
+    os.set_inheritable(end, False)  # a process that inherits it would hide the end of this one
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, end))
     _limit(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # short of memory, Linux ends this process and not the trainer
+    with suppress(OSError):  # out of memory, Linux kills this process instead of the trainer
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     try:
         ScoringServer(socket.socket(fileno=end)).serve()
@@ -51,14 +51,14 @@ def main(end: int) -> None:
         traceback.print_exc()
     finally:
         try:
-            # a function may have broken what this needs
+            # a user's function may have broken what this call needs
             kill(started_by(os.getpid(), os.environ[MARK]))
         finally:
             os.killpg(0, signal.SIGKILL)  # with threads that hang
 
 
 def _limit(kind: int, most: float) -> None:
-    """Limit a resource of this process; the system's own limit stays if it is lower."""
+    """Limit a resource of this process; keep the system's limit if it is lower."""
     _, hard = resource.getrlimit(kind)
     if math.isfinite(most):
         wanted = math.ceil(most)
@@ -75,7 +75,7 @@ class ScoringServer:
         self._pid = os.getpid()
 
     def serve(self) -> None:
-        """Build the tasks, and answer requests; EOFError when the searcher has ended."""
+        """Build the tasks, and answer requests. Raises EOFError when the searcher has ended."""
         requests = self._connection.makefile("rb")
         max_memory, builds = pickle.load(requests)
         self._tasks: dict[str, Task] = {}
@@ -85,8 +85,8 @@ class ScoringServer:
         except BaseException as error:
             self._reply(STARTED, "failed", rejection(error).detail)
             return
-        # memory that is written, not address space: torch and CUDA reserve much more of that; not
-        # before, because a judge of billions of parameters is loaded to the CPU first
+        # limit written memory, not address space, of which torch and CUDA reserve much more; set
+        # the limit only now, because a judge of billions of parameters is loaded to the CPU first
         in_use = psutil.Process().memory_info().data if sys.platform == "linux" else 0
         _limit(resource.RLIMIT_DATA, in_use + max_memory * 1e9)
         self._reply(STARTED, "started")
@@ -107,7 +107,7 @@ class ScoringServer:
             name, prompt, answers = pickle.loads(group)
             scores = scorer_of(self._tasks, name).score(prompt, answers)
             return scores if isawaitable(scores) else listed(scores)
-        except BaseException as error:  # untrusted: only the searcher ends this process
+        except BaseException as error:  # untrusted: only the searcher may end this process
             return rejection(error)
 
     async def _await(self, number: int, scores: Awaitable[Any], left: float) -> None:
@@ -131,11 +131,11 @@ class ScoringServer:
         return loop
 
     def _send(self, number: int, scores: list[Any] | Rejected) -> None:
-        """Send a verdict on each score, or the rejection of all.
+        """Send a verdict on each score, or one rejection of all.
 
-        A function that closes standard output costs its group: the searcher starts a new process.
+        If a function closes standard output, its group is lost: the searcher starts a new process.
         """
-        if sys.stdout.closed:  # no later function could print
+        if sys.stdout.closed:  # later functions could not print
             os._exit(1)
         if isinstance(scores, list):
             try:
@@ -146,7 +146,7 @@ class ScoringServer:
         return self._reply(number, "rejected", _as_json(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
-        if os.getpid() != self._pid:  # a function has forked, and both processes return
+        if os.getpid() != self._pid:  # a user's function has forked, and both processes return
             os._exit(1)
         line = json.dumps([number, kind, value]) + "\n"
         with self._sending:
@@ -156,7 +156,7 @@ class ScoringServer:
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
     """Run an event loop until it is stopped, whatever the functions in it raise."""
     while True:
-        # asyncio lets them out, and keeps them for the task
+        # asyncio lets them propagate, and also stores them in the task
         with suppress(SystemExit, KeyboardInterrupt):
             return loop.run_forever()
 

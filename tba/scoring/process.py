@@ -1,12 +1,12 @@
-"""Child processes that answer calls: one runs a user's program, and one scores answers.
+"""Child processes that answer calls: one runs a user's program, another scores answers.
 
     caller                    event loop                         child
     Process.ready                                             -> its main function
     Process.call                                              -> a call, as bytes
     Process.reply          <- Process._read, which parses it  <- a line of JSON
 
-A line has the number of the call, a kind and a value. The first one has the number STARTED, and the
-kind "started" or "failed". A child that cannot be understood is ended.
+A line contains the number of the call, a kind and a value. The first line has the number STARTED
+and the kind "started" or "failed". A child that sends malformed output is killed.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ T = TypeVar("T")
 MAIN = Path(__file__).parents[1] / "agents" / "child.py"
 """Main program of an agent process."""
 GRACE = 2.0
-"""Seconds after which a session that was told to end counts as stuck."""
+"""Seconds after its cancellation at which a session counts as stuck."""
 BLOCKED = 5.0
-"""Seconds after which an event loop that does not hear of it counts as blocked."""
+"""Seconds without an acknowledgement after which an event loop counts as blocked."""
 PAUSES = (0.0, 0.5, 2.0, 5.0)
-"""Seconds before each start that a child has in place of one that has worked and ended."""
+"""Seconds before each attempt to restart a child that has worked and ended."""
 LONGEST_LINE = 2**24
 """Most bytes of a reply."""
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors of reading: the child was killed within a reply, or a function wrote to its socket."""
+"""Read errors: the child was killed during a reply, or a user's function wrote to its socket."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class StartFailed:
 
 @dataclass(frozen=True)
 class NoReply:
-    """Comes in place of a reply: the child has ended, or is late."""
+    """Returned in place of a reply: the child has ended, or is late."""
 
     how: str
-    """The way in which it has ended; empty if it is late."""
+    """How the child ended; empty if it is late."""
     beside: bool
     """True if other calls were in flight, one of which may be the cause."""
 
 
 class Process(ABC):
-    """A child that answers calls: it is started when it is needed, and again when it has ended.
+    """A child that answers calls. It is started on demand, and restarted after it has ended.
 
-    All methods run in one event loop, which ends the child when it is closed.
+    All methods run in one event loop, which kills the child when it is closed.
     """
 
     def __init__(self, name: str, setup: bytes, start_deadline: float, hint: str = ""):
-        """`setup` is sent before all calls; the error of a start that fails has name and hint."""
+        """`setup` is sent before all calls; the error of a failed start has `name` and `hint`."""
         self._name = name
         self._setup = setup
         self._start_deadline = start_deadline
@@ -85,18 +85,18 @@ class Process(ABC):
         """Whether a child has ever started."""
         self._numbers = count(STARTED + 1)
         self._replies: dict[int, asyncio.Queue[Any]] = {}
-        """Replies that nobody has taken yet, by the number of the call."""
+        """Replies that were not read yet, by the number of the call."""
 
     @abstractmethod
     def child(self, end: int) -> Child:
-        """Start the child, which has this descriptor of a socket."""
+        """Start the child, which inherits the socket with descriptor `end`."""
 
     @abstractmethod
     def parse(self, kind: str, value: Any) -> Any:
-        """Return a reply."""
+        """Parse a reply."""
 
     async def ready(self) -> None:
-        """Start the child unless it runs; ChildProcessError if it cannot start, now and later."""
+        """Start the child unless it runs. Raises ChildProcessError now and later if that fails."""
         async with self._starting:
             until = time.monotonic() + self._start_deadline
             if not self._failure and (self._reading is None or self._writer.is_closing()):
@@ -116,31 +116,31 @@ class Process(ABC):
         return set(self._replies)
 
     def call(self, request: Callable[[int], bytes]) -> int:
-        """Send a call to a child that is ready; it is in flight until its number is forgotten."""
+        """Send a call to a ready child; the call is in flight until its number is forgotten."""
         number = next(self._numbers)
         self._replies[number] = asyncio.Queue()
         self._writer.write(request(number))
         return number
 
     def send(self, data: bytes) -> None:
-        """Send more about a call."""
+        """Send further data about a call."""
         self._writer.write(data)
 
     async def reply(self, number: int, seconds: float) -> Any:
-        """Return the next reply to a call, or NoReply; TimeoutError if there is none in time."""
+        """Return the next reply to a call, or NoReply. Raises TimeoutError after `seconds`."""
         return await asyncio.wait_for(self._replies[number].get(), seconds)
 
     def forget(self, number: int) -> None:
         del self._replies[number]
 
     async def end(self) -> None:
-        """Kill the child and what it has started; calls in flight get NoReply."""
+        """Kill the child and its descendants; calls in flight get NoReply."""
         if self._reading is not None:
-            self._writer.transport.abort()  # with what has not been sent, and may not be read
+            self._writer.transport.abort()  # drops unsent data, which the child may never read
             await asyncio.wait({self._reading})
 
     async def _start(self) -> str:
-        """Start the child, and return why it cannot be called, if so."""
+        """Start the child; return why that failed, or ""."""
         await self.end()
         own, theirs = socket.socketpair()
         with theirs:
@@ -153,7 +153,7 @@ class Process(ABC):
                 raise
             try:
                 child = self.child(theirs.fileno())
-            except OSError as error:  # no memory, or too many processes or open files
+            except OSError as error:  # out of memory, or too many processes or open files
                 self._writer.transport.abort()
                 return str(error)
         self._replies[STARTED] = asyncio.Queue()
@@ -179,7 +179,7 @@ class Process(ABC):
             while line := await reader.readline():
                 number, kind, value = json.loads(line)
                 reply = StartFailed(str(value)) if kind == "failed" else self.parse(kind, value)
-                if number in self._replies:  # else a function has forked, or wrote to the socket
+                if number in self._replies:  # else a user's function forked or wrote to the socket
                     self._replies[number].put_nowait(reply)
         except UNREADABLE:
             pass
@@ -195,7 +195,7 @@ class Process(ABC):
 
 
 class EventLoop:
-    """An event loop in a thread of its own. Its end cancels what runs, and ends its children."""
+    """An event loop with its own thread. Its end cancels its tasks and kills its children."""
 
     def __init__(self, name: str):
         self._runner = asyncio.Runner()
@@ -205,16 +205,16 @@ class EventLoop:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin a coroutine from another thread, and return its future result."""
+        """Start a coroutine from another thread, and return a future of its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
-        """Let the loop end. It may be called twice."""
-        with suppress(RuntimeError):  # it has been closed
+        """Ask the loop to end. May be called twice."""
+        with suppress(RuntimeError):  # already closed
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     def close(self) -> None:
-        """End the loop, and wait for that."""
+        """End the loop, and wait until it has ended."""
         self.stop()
         self._thread.join(10)
 
@@ -224,22 +224,22 @@ class EventLoop:
 
 
 class AgentProcess(Process):
-    """The process of the program: it is started when a session needs it, and killed if it hangs."""
+    """The program's process: started when a session needs it, and killed if it hangs."""
 
     def __init__(self, program: Program, max_memory: float, start_deadline: float):
         self._program = program
         self._max_memory = max_memory if math.isfinite(max_memory) else None
         super().__init__(f"task.rollout = {program.rollout!r}", b"", start_deadline)
-        self._stuck: set[int] = set()  # sessions that were told to end, and have not
+        self._stuck: set[int] = set()  # sessions that were cancelled but have not ended
         self._ends: set[asyncio.Task[None]] = set()
 
     async def run(
         self, url: str, row: Mapping[str, Any], until: float, alone: bool
     ) -> Verdict | None:
-        """Run the program for a session; return its reward, or why it has none.
+        """Run the program for a session; return its reward or a rejection.
 
-        None if the process has ended, and another session may be the cause: this one is not
-        `alone`.
+        Returns None if the process has ended and another session may be the cause, because this
+        one was not `alone`.
         """
         try:
             asked = json.dumps({"base_url": url, "row": row}, allow_nan=False, default=str)
@@ -268,9 +268,9 @@ class AgentProcess(Process):
         return Rejected(DIED, f"the agent process ended {verdict.how}")
 
     async def _is_heard(self, number: int) -> bool:
-        """Tell a session to end; return whether the program's event loop hears of it.
+        """Cancel a session; return whether the program acknowledged the cancellation.
 
-        If it does not, a session blocks it: the process is ended.
+        If it did not, a session blocks its event loop, and the process is killed.
         """
         self.send(f"[{number}, null]\n".encode())
         try:
@@ -278,7 +278,7 @@ class AgentProcess(Process):
         except TimeoutError:
             await self.end()
             reply = NoReply("", beside=True)
-        if reply is not None:  # else it is ending
+        if reply is not None:  # None: it is ending
             self.forget(number)
             return not isinstance(reply, NoReply)
         end = asyncio.create_task(self._end(number))
@@ -287,7 +287,7 @@ class AgentProcess(Process):
         return True
 
     async def _end(self, number: int) -> None:
-        """Wait for a session to end. If it does not, and no other is held, end the process."""
+        """Wait for a session to end. If it does not, and no other runs, kill the process."""
         ended = False
         while not ended:
             try:
@@ -312,7 +312,7 @@ class AgentProcess(Process):
         )  # fmt: skip
 
     def parse(self, kind: str, value: Any) -> Verdict | None:
-        """Return a verdict; None for a message that it has started, or that a session is ending."""
+        """Return a verdict; None if the process has started, or a session is ending."""
         match kind, value:
             case "started" | "ending", _:
                 return None
@@ -333,7 +333,7 @@ class AgentProcess(Process):
 
 
 def environment(python: str) -> dict[str, str]:
-    """Return the environment of a program: no secrets, and nothing of this Python for another."""
+    """Return a program's environment: no secrets, and no PYTHON* for another interpreter."""
     inherited = {name: value for name, value in os.environ.items() if not is_secret(name, value)}
     if python == sys.executable:
         return inherited

@@ -13,7 +13,7 @@ from tba.types import Completion
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call as the policy reads it, which may be an error, and may have been cut."""
+    """Result of a tool call as the policy reads it; it may be an error, and may be cut."""
 
     content: str
     failed: bool = False
@@ -22,23 +22,23 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses to prompts, as tokens and as what a task scores."""
+    """Responses to prompts, as tokens and as answers that a task scores."""
 
     prompts: Sequence[np.ndarray]
     completions: Sequence[Sequence[Completion]]
     answers: Sequence[Sequence[Answer | Verdict]]
-    """What scores them, or a verdict, such as that an environment could not be reset."""
+    """Answers to score, or verdicts, for example if an environment could not be reset."""
     results: Sequence[ToolResult] = ()
-    """Results of the tools' calls."""
+    """Results of the tool calls."""
     rewards: Sequence[Sequence[Verdict]] | None = None
     """Rewards that a program returned, to which the task's functions add theirs."""
 
     def rewarded(
         self, verdicts: list[list[Verdict]], scored: Sequence[Sequence[Answer | Verdict]]
     ) -> list[list[Verdict]]:
-        """Return verdicts of the task's functions with the program's rewards added.
+        """Return the verdicts of the task's functions with the program's rewards added.
 
-        `scored` are the answers that the functions have seen, or verdicts, which stand alone.
+        `scored` are the answers that the functions scored, or verdicts, to which nothing is added.
         """
         if self.rewards is None:
             return verdicts
@@ -49,9 +49,9 @@ class Responses:
         return rewarded
 
     def prompt_text(self, text: Tokenizer, prompt: Prompt, place: int) -> str:
-        """Return the prompt of the responses at this place, for a person to read."""
+        """Return the prompt of the responses at index `place` as readable text."""
         answer = self.answers[place][0]
         dialogue = not isinstance(answer, Answer) or answer.messages is not None
         if isinstance(prompt.text, str) and not dialogue:
             return prompt.text
-        return text.prompt(self.prompts[place])  # with its tools
+        return text.prompt(self.prompts[place])  # including the tools

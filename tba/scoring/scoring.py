@@ -1,6 +1,6 @@
-"""Scoring of answers: each call has a deadline, and a sample without a finite reward is rejected.
+"""Scoring of answers: calls have deadlines, and samples without a finite reward are rejected.
 
-The process that scores is killed if a call hangs; `child` is its main program.
+The scoring process is killed if a call hangs; `child` is its main program.
 """
 
 import asyncio
@@ -25,37 +25,37 @@ from tba.scoring.verdicts import DIED, Rejected, Verdict, finished, parse_score,
 from tba.tasks import REWARD, Itemized, ScorerName, Task, listed, scorer_of
 
 TIMEOUTS = 2
-"""Timeouts in a row after which the remaining groups are not tried."""
+"""Consecutive timeouts after which the remaining groups are not tried."""
 
 GRACE = 1.0
-"""Seconds past its deadline after which an async call has blocked the event loop."""
+"""Seconds past its deadline after which an async call is assumed to block the event loop."""
 
 NOT_TRIED = Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
 
 
 Verdicts = list[Verdict] | Rejected
-"""A verdict on each answer of a group, or the rejection of all."""
+"""A verdict on each answer of a group, or one rejection of all."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A call whose function is async: the reply comes in so many seconds."""
+    """First reply to a call of an async function: its verdicts follow within `seconds`."""
 
     seconds: float
 
 
 @dataclass
 class Search:
-    """The calls of one search, which end after timeouts in a row."""
+    """The calls of one search, which stop after consecutive timeouts."""
 
     name: ScorerName
     timeouts: int = 0
-    """Timeouts in a row, without a reply between them."""
+    """Consecutive timeouts, without a reply between them."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the scoring function for one group, in a process."""
+    """A call of the scoring function for one group, in the scoring process."""
 
     search: Search
     group: bytes
@@ -67,10 +67,10 @@ class Scoring:
     """Scores groups by their task, and returns a verdict on each answer, whatever the task does.
 
     A call has `deadline` seconds for each of its answers, and at most `longest`. A sync task scores
-    one group at a time, an async one `concurrency` groups at once, however many searches there are.
-    A call that raises is repeated for each answer of the group, so that one bad sample does not
-    cost its neighbours. A call that times out or ends the process costs its group; groups beside it
-    are tried again. After two timeouts in a row, the remaining groups of the search are rejected.
+    one group at a time, an async task up to `concurrency` groups, over all searches together. A
+    call that raises is repeated for each answer of the group, so that only the bad sample is lost.
+    If a call times out or ends the process, its group is rejected, and other groups in flight are
+    retried. After two consecutive timeouts, the remaining groups of the search are rejected.
 
         Scoring()                    the thread of a search waits for the verdicts on its groups
           _group                     a thread for each group, `concurrency` at most
@@ -78,7 +78,7 @@ class Scoring:
               Process.call           sends the group -> `child.ScoringServer`, which calls the task
               Process.reply          waits for verdicts, or for the news that they are awaited
 
-    Without a process, a call is a plain call, without deadlines, for a debugger.
+    Without a process, functions are called directly and without deadlines, for use in a debugger.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Scoring:
         steps: int = 0,
     ):
         self.tasks = tasks
-        """The task of the run, "", and those of evaluation sets by name."""
+        """The run's task under "", and the tasks of evaluation sets by name."""
         self._process = process
         self._deadline = deadline
         self._longest = longest
-        self._steps = steps  # `run.steps`, which rewards may ask of an answer
+        self._steps = steps  # `run.steps`, which rewards can read from an answer
         self._plain = Lock()
         if process is not None:
             self._groups = ThreadPoolExecutor(concurrency, "scoring")
@@ -110,7 +110,7 @@ class Scoring:
         answers: Sequence[Sequence[Answer | Verdict]],
         name: ScorerName = REWARD,
     ) -> list[list[Verdict]]:
-        """Return the reward's or a measure's verdicts on answers; verdicts among these stay."""
+        """Return the reward's or a measure's verdicts on answers; keep verdicts among them."""
         score = partial(self._group, Search(name))
         unscored = [[a for a in group if isinstance(a, Answer)] for group in answers]
         if self._process is None:
@@ -124,7 +124,7 @@ class Scoring:
         return verdicts
 
     def wait_until_ready(self) -> None:
-        """Wait until groups can be scored; RuntimeError if the process does not start."""
+        """Wait until groups can be scored. Raises RuntimeError if the process does not start."""
         if self._process is None:
             return
         try:
@@ -134,7 +134,7 @@ class Scoring:
             raise
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Stop the scoring process."""
         if self._process is not None:
             self._loop.close()
             self._groups.shutdown()
@@ -152,13 +152,13 @@ class Scoring:
         verdicts = []
         for answer in answers:
             (verdict,) = self._call(search, prompt, [answer])
-            # a function that compares answers has no score for one: the error is the reason
+            # a function that compares answers cannot score a single one: report the error
             no_score = isinstance(verdict, Rejected) and verdict.reason == "none"
             verdicts.append(first if no_score else verdict)
         return verdicts
 
     def _call(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
-        """Return one verdict for each answer; all are rejected together."""
+        """Return one verdict for each answer; a rejection applies to all."""
         if self._process is None:
             verdicts = self._plainly(search.name, prompt, answers)
         else:
@@ -169,7 +169,7 @@ class Scoring:
         return [verdicts] * n if isinstance(verdicts, Rejected) else verdicts
 
     def _plainly(self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
-        """Call the function here; an async one in a thread, because this one may have a loop."""
+        """Call the function here; an async one in a thread, as this one may run an event loop."""
         try:
             scores: Any = scorer_of(self.tasks, name).score(prompt, answers)
             if isawaitable(scores):
@@ -182,10 +182,10 @@ class Scoring:
             return rejection(error)
 
     def _in_process(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
-        """Call the function in the process, again if another call may have ended that."""
+        """Call the function in the process; retry if another call may have ended the process."""
         try:
             group = pickle.dumps((search.name, prompt, tuple(answers)))
-        except Exception as error:  # columns may hold anything
+        except Exception as error:  # columns may contain anything
             return rejection(error)
         seconds = min(self._deadline * len(answers), self._longest)
         call = Call(search, group, len(answers), seconds)
@@ -196,9 +196,9 @@ class Scoring:
         return verdicts
 
     async def _attempt(self, call: Call, alone: bool = False) -> Verdicts | None:
-        """Return verdicts; None if another call may be the cause that there are none.
+        """Return verdicts; None if the call failed and another one may be the cause.
 
-        Calls begin one after the other. While one is `alone`, no other begins at all.
+        Calls start one after the other. While a call is `alone`, no other starts.
         """
         process = self._process
         assert process is not None
@@ -234,7 +234,7 @@ class Scoring:
 
 
 async def _reply(process: Process, number: int, seconds: float) -> Any:
-    """Return a reply to a call. If there is none in time, the process is ended."""
+    """Return a reply to a call. If it does not arrive in time, kill the process."""
     try:
         return await process.reply(number, seconds)
     except TimeoutError:
@@ -244,10 +244,10 @@ async def _reply(process: Process, number: int, seconds: float) -> Any:
 
 
 class ScoringProcess(Process):
-    """A process that scores, and is replaced when it has ended.
+    """A process that scores, and is restarted after it has ended.
 
-    It builds the task of the run, "", and those of evaluation sets, so that judges of the same
-    model share it.
+    It builds the run's task, "", and the tasks of evaluation sets, so that judges of the same model
+    share the model.
     """
 
     def __init__(
@@ -261,9 +261,9 @@ class ScoringProcess(Process):
         super().__init__("the scoring process", setup, start_deadline, hint)
 
     async def ready(self) -> None:
-        """Start the process unless it runs; RewardError if it cannot start.
+        """Start the process unless it runs. Raises RewardError if it cannot start.
 
-        EngineError, which restarts the searcher, if there has been one before.
+        Raises EngineError, which restarts the searcher, if the process has started before.
         """
         try:
             await super().ready()
@@ -285,7 +285,7 @@ class ScoringProcess(Process):
 
 
 def _from_json(plain: Any) -> Verdict:
-    """Return a verdict that `child` has sent."""
+    """Parse a verdict from `child`."""
     if isinstance(plain, list):
         return Rejected(*map(str, plain))
     if isinstance(plain, dict):

@@ -1,4 +1,4 @@
-"""Verdicts on answers: rewards, and reasons why there is none. This module needs no torch."""
+"""Verdicts on answers: rewards or rejections. This module does not import torch."""
 
 import reprlib
 import traceback
@@ -34,16 +34,16 @@ Verdict = float | Rejected
 """A finite reward, perhaps with its items (`Itemized`), or a rejection."""
 
 DIED = "died"
-"""Reason for samples whose scoring has ended its process."""
+"""Reason for samples whose scoring ended the scoring process."""
 TRUNCATED = Rejected("truncated", "")
-"""Rejection of a response that the token limit cut off, with `sampling.truncated = "reject"`.
+"""Rejection of a response that the token limit truncated, with `sampling.truncated = "reject"`.
 
-It is no fault of the reward.
+It is not an error of the reward.
 """
 
 
 def parse_score(score: Any) -> Verdict:
-    """Return the verdict on a score as a scoring function returned it. Raises what the score does.
+    """Return the verdict on a scoring function's score. An exception of the score propagates.
 
     Every score is parsed once, in the process where the function ran.
     """
@@ -51,15 +51,15 @@ def parse_score(score: Any) -> Verdict:
         return Rejected("none", "no reward function gave this sample a reward")
     if (value := number(score)) is None:
         return Rejected("not_a_number", f"a reward is {reprlib.repr(score)}")
-    if not abs(value) <= LARGEST:  # NaN is not, either
+    if not abs(value) <= LARGEST:  # also rejects NaN
         return Rejected("not_finite", f"a reward is {value}; it must be between ±{LARGEST:g}")
     return score if isinstance(score, Itemized) else value
 
 
 def added(verdict: Verdict, reward: Verdict) -> Verdict:
-    """Return the sum of two rewards, with the items of both; a rejection if one is.
+    """Return the sum of two rewards, with the items of both; a rejection if either is rejected.
 
-    The second one stands alone if no reward function gives the sample a reward.
+    If no reward function gives the sample a reward, return the second one alone.
     """
     if isinstance(reward, Rejected):
         return reward
@@ -85,15 +85,15 @@ def settle_truncated(
 
 
 def rejection(error: BaseException) -> Rejected:
-    """Return the reason why a call that raised this has no scores, with the user's traceback."""
+    """Return the rejection of a call that raised this error, with the user's traceback."""
     if isinstance(error, WrongLength):
         return Rejected("wrong_length", str(error))
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
-        trace = trace.tb_next  # calls of ours, before those of the user
+        trace = trace.tb_next  # skip the package's calls before the user's
     trace = trace or error.__traceback__
     text = masked("".join(traceback.format_exception(type(error), error, trace)))[-LONGEST:]
-    # torch raises RuntimeError and the system OSError, both with these words
+    # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
         return Rejected("memory", f"{text}if it needs so much, raise reward.max_memory")
