@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts: reward, pass@1, avg@n, pass@k, perplexity, task measures.
 
-An evaluation is divided into pieces, of `eval.prompts_per_task` prompts each. Its scores do not
-depend on which searchers do them. Beside the held-out prompts there may be further sets, and a task
-may have parts: each has scores of its own.
+An evaluation is divided into pieces of `eval.prompts_per_task` prompts. Its scores do not depend on
+which searcher evaluates which piece. There may be further sets in addition to the held-out prompts,
+and a task may have parts: each set and each part has separate scores.
 """
 
 import time
@@ -29,35 +29,35 @@ from tba.tasks import Itemized
 from tba.types import Sampling
 
 SEED = 1234
-"""Seed of the answers of every evaluation: all runs sample with the same random numbers."""
+"""Seed of every evaluation: all runs sample with the same random numbers."""
 EXAMPLES = 8
-"""Prompts that are kept with an answer, for a person to read."""
+"""Number of prompts that are kept with an answer, for people to read."""
 
 Keep = Callable[[Sequence[EvaluatedAnswer]], None]
-"""Receives the answers to the prompts of a piece, of one mode."""
+"""Callback for the answers to a piece's prompts in one mode."""
 
 
 REFERENCE = ("log_ratio", "nats")
-"""Values of answers that depend on the weights of the reference."""
+"""Values that depend on the weights of the reference."""
 NO_MEASURES = ("passed", "length", "tokens", "finished", "logp", *REFERENCE)
 
 Table = dict[str, Float[np.ndarray, "P S"]]
 """Values of S answers to each of P prompts: the reward, the task's measures, and NO_MEASURES.
 
-NaN where an answer was rejected, as `passed` where answers are neither right nor wrong, and where
-nothing was sampled, because a program has not called the policy. `nats` is -log ref(y | x) at
-temperature 1, and `tokens` the length of prompt and response but one.
+A value is NaN if the answer was rejected, if nothing was sampled because a program did not call the
+policy, and for `passed` also if answers are neither right nor wrong. `nats` is -log ref(y | x) at
+temperature 1, and `tokens` is the length of prompt and response minus one.
 """
 
 
 @dataclass(frozen=True)
 class EvaluatedPiece:
-    """Values of the answers to the prompts of one piece of an evaluation, all of one set."""
+    """Values of the answers to one piece of an evaluation, whose prompts are from one set."""
 
     set: str
-    """Name of the further set; "" for the held-out prompts."""
+    """Name of the evaluation set; "" for the held-out prompts."""
     parts: list[str]
-    """Part of its task that each prompt belongs to; "" where there are no parts."""
+    """Part of the task that each prompt belongs to; "" if the task has no parts."""
     tables: Mapping[Mode, Table]
     k: Sequence[int]
     """k of each pass@k."""
@@ -69,18 +69,18 @@ class EvaluatedPiece:
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to the prompts of a piece, and what they are worth."""
+    """Responses to the prompts of a piece, and their scores."""
 
     mode: Mode
     responses: Responses
     values: Table
-    """`reward` and the task's measures by name."""
+    """`reward`, and the task's measures, by name."""
     verdicts: list[list[Verdict]]
     """Verdicts of the reward."""
 
 
 def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
-    """Return the set of each piece of an evaluation, its place in the set, and its prompts."""
+    """Return for each piece of an evaluation its set, its offset in the set, and its prompts."""
     size = setup.config.eval.prompts_per_task
     divided = []
     sets = {"": setup.held_out} | {name: one.prompts for name, one in setup.sets.items()}
@@ -93,9 +93,9 @@ def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
 def evaluate_held_out(
     searcher: Searcher, keep: Keep | None = None, tell: Callable[[str], None] | None = None
 ) -> Evaluation:
-    """Evaluate the weights that a searcher has.
+    """Evaluate the weights that a searcher has loaded.
 
-    `keep` receives every answer, and `tell` is told how far it is before each piece.
+    `keep` receives every answer, and `tell` a message about the progress before each piece.
     """
     done: list[EvaluatedPiece] = []
     count = len(pieces(searcher.setup))
@@ -107,9 +107,9 @@ def evaluate_held_out(
 
 
 def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) -> EvaluatedPiece:
-    """Answer the prompts of one piece, greedily and by sampling, as `[eval]` says.
+    """Answer the prompts of one piece, greedily and by sampling, as configured in `[eval]`.
 
-    The random numbers of a piece depend on `SEED` and its number only.
+    The random numbers of a piece depend only on `SEED` and its number.
     """
     started = time.perf_counter()
     setup = searcher.setup
@@ -130,7 +130,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     least = np.array([nan if t.pass_reward is None else t.pass_reward for _, t in parts])
     tables = {answers.mode: _table(answers, least) for answers in (greedy, sampled)}
     version = searcher.reference.version
-    if settings.temperature == setup.sampling.temperature:  # that of the reference
+    if settings.temperature == setup.sampling.temperature:  # the reference uses this one
         nats, version = _nats(sampled.responses, searcher.reference)
         tables["sampled"]["log_ratio"] = tables["sampled"]["logp"] + nats
     if settings.perplexity:
@@ -144,10 +144,10 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
 
 
 def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
-    """Return the scores of all pieces together; `SET/` or `PART/` begins the name of a subset's.
+    """Combine the scores of all pieces. Names of a subset's scores begin with `SET/` or `PART/`.
 
-    Scores of the reference are left out if it was reset between two pieces. `seconds` are those of
-    all pieces.
+    Scores that depend on the reference are left out if it was reset between two pieces. `seconds`
+    is the sum over all pieces.
     """
     left_out = REFERENCE if len({p.reference for p in pieces}) > 1 else ()
     scores: dict[str, float] = {}
@@ -167,7 +167,7 @@ def _of_subset(
     chosen: Bool[np.ndarray, " P"],
     left_out: Sequence[str],
 ) -> dict[str, float]:
-    """Return the scores of the chosen prompts of a set, named after the set and the part."""
+    """Return the scores of the chosen prompts of a set, with the prefix of the set and part."""
     prefix = "".join(f"{name}/" for name in path if name)
     scores: dict[str, float] = {}
     for mode, columns in pieces[0].tables.items():
@@ -184,14 +184,14 @@ def _of_subset(
 def _scores(mode: Mode, table: Table, k: Sequence[int]) -> dict[str, float]:
     """Return the scores of a set or a part of it, and their standard errors.
 
-    An error is over prompts, because samples of one prompt are not independent. Samples that the
-    task cannot score count as wrong, and not in the mean reward, which is 0 if none is scored;
-    `rejected` is their share. If the task rejects all answers, as a measure, or all greedy answers,
-    as a pairwise judge does, these scores are left out. `sampled_log_ratio` is the mean
-    log(pi / ref) of the sampled answers, in nats per response: an unbiased estimate of KL(pi, ref),
-    which may be negative. Perplexities are those of the answers under the reference at temperature
-    1: of all answers by their tokens, and `perplexity_with_prompt` of each by the tokens of prompt
-    and response, as the published numbers for TL;DR (arXiv 2410.18252, 2503.18929).
+    Standard errors are over prompts, because samples of one prompt are not independent. Samples
+    that the task cannot score count as wrong, but are excluded from the mean reward, which is 0 if
+    no sample is scored; `rejected` is their share. If all answers are rejected for a measure, or
+    all greedy answers, as by a pairwise judge, these scores are left out. `sampled_log_ratio` is
+    the mean log(pi / ref) of the sampled answers, in nats per response: an unbiased estimate of
+    KL(pi, ref), which may be negative. Perplexities are under the reference at temperature 1: of
+    all answers per response token, and `perplexity_with_prompt` of each answer per token of prompt
+    and response, as in the published numbers for TL;DR (arXiv 2410.18252, 2503.18929).
     """
     scores: dict[str, float] = {}
     for name, values in table.items():
@@ -200,7 +200,7 @@ def _scores(mode: Mode, table: Table, k: Sequence[int]) -> dict[str, float]:
         missing = np.isnan(values)
         rejected = f"{mode}_rejected" if name == "reward" else f"{mode}_{name}_rejected"
         scores[rejected] = float(missing.mean())
-        if name == "reward":  # of answers that were scored: 0 may be better than any reward
+        if name == "reward":  # only of scored answers: 0 may be better than any reward
             by_prompt = np.ma.masked_array(values, missing).mean(1).compressed()
         else:
             by_prompt = np.where(missing, 0.0, values).mean(1)
@@ -244,7 +244,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def stderr(values: Sequence[float]) -> float:
-    """Return the standard error of the mean; 0 for a single value, whose spread is unknown."""
+    """Return the standard error of the mean; 0 for a single value, as its spread is unknown."""
     return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 
@@ -256,7 +256,7 @@ def _answer(
     sampling: Sampling,
     seed: int,
 ) -> Answers:
-    """Answer every prompt, and score the answers; `task` is the name of the set."""
+    """Answer every prompt and score the answers; `task` is the name of the set."""
     scoring = searcher.scoring
     responses = searcher.answer(task, prompts, sampling, seed, MOST_OF_TASK / 2)
     answers = responses.answers
@@ -268,7 +268,7 @@ def _answer(
 
 
 def _as_table(verdicts: Sequence[Sequence[Verdict]]) -> Float[np.ndarray, "P S"]:
-    """Return rewards as numbers, NaN where an answer was rejected."""
+    """Return rewards as numbers; NaN for rejected answers."""
     rows = [[nan if isinstance(v, Rejected) else float(v) for v in row] for row in verdicts]
     return np.array(rows)
 
@@ -276,7 +276,7 @@ def _as_table(verdicts: Sequence[Sequence[Verdict]]) -> Float[np.ndarray, "P S"]
 def _as_text(
     text: Tokenizer, stop: Sequence[str], of_set: str, prompts: Sequence[Prompt], answers: Answers
 ) -> list[EvaluatedAnswer]:
-    """Return the answers to the prompts of a set, for a person to read."""
+    """Return the answers to the prompts of a set in readable form."""
     rows = []
     for i, prompt in enumerate(prompts):
         asked = answers.responses.prompt_text(text, prompt, i)
@@ -305,7 +305,7 @@ def _as_text(
 
 
 def _table(answers: Answers, least: Float[np.ndarray, " P"]) -> Table:
-    """Return the values of answers; `least` is the reward of a right answer, NaN if none is."""
+    """Return the values of answers; `least` is the pass reward of each prompt, NaN if undefined."""
     passed = passes(answers.values["reward"], least[:, None])
     groups = answers.responses.completions
     length = np.array([[c.length or nan for c in group] for group in groups], float)

@@ -20,32 +20,32 @@ from tba.weights import Weights
 log = logging.getLogger(__name__)
 
 PATIENCE = 1000
-"""Times in a row that a selection may choose only prompts in quarantine."""
+"""Consecutive times that a selection may choose only prompts in quarantine."""
 
 
 class Cursor(TypedDict):
-    """Position of a stream, as JSON: the selection's class and state, and what was handed out."""
+    """Position of a stream, as JSON: the selection's class and state, and outstanding prompts."""
 
     selection: str
     state: dict[str, Any]
     outstanding: list[str]
-    """Ids of prompts that were handed out and whose groups were not received."""
+    """Ids of prompts that were handed out and whose groups were not received yet."""
     data: str
-    """sha256 of all prompts, to which the contents of the buffer belong."""
+    """sha256 of all prompts; the groups in the buffer belong to them."""
     deaths: NotRequired[dict[str, int]]
-    """Processes in a row that have ended while they searched or scored a prompt, by its id."""
+    """Consecutive processes that ended while they searched or scored a prompt, by its id."""
 
 
 class PromptStream:
-    """Endless stream of the selection's prompts. It records those in flight.
+    """Endless stream of the selection's prompts, which records the prompts in flight.
 
-    A prompt is left out after so many deaths in a row as `quarantine` says; 0: never.
+    A prompt is left out after `quarantine` consecutive deaths; 0: never.
     """
 
     def __init__(self, prompts: Sequence[Prompt], selection: Selection, quarantine: int = 2):
         self._prompts = {p.id: p for p in prompts}
         self._selection = selection
-        if isinstance(selection, Interleaved):  # all of one class
+        if isinstance(selection, Interleaved):  # all have the same class
             selection = next(iter(selection.selections.values()))
         self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
         self._again: list[str] = []
@@ -54,7 +54,7 @@ class PromptStream:
         self._deaths: Counter[str] = Counter()
 
     def take(self, count: int) -> list[Prompt]:
-        """Hand out the next `count` prompts, those that were put back first."""
+        """Hand out the next `count` prompts, beginning with prompts that were put back."""
         again = [name for name in self._again if not self._is_left_out(name)]
         self._again = again[count:]
         taken = [self._prompts[name] for name in again[:count]]
@@ -69,7 +69,7 @@ class PromptStream:
         return taken
 
     def _choose(self, count: int) -> list[Prompt]:
-        """Return the selection's next prompts but those in quarantine, fewer if these are many."""
+        """Return the selection's next prompts without those in quarantine; fewer if many are."""
         chosen: list[Prompt] = []
         for _ in range(PATIENCE):
             if len(chosen) == count:
@@ -90,14 +90,14 @@ class PromptStream:
     def done(
         self, prompts: Iterable[Prompt], groups: Iterable[Group], died: Container[str] = ()
     ) -> int:
-        """Record a finished search; return how many of its prompts are quarantined now.
+        """Record a finished search; return how many of its prompts are newly quarantined.
 
-        A prompt whose samples were all rejected has no group. `died` are the ids of the prompts
-        that have ended the scoring process.
+        A prompt whose samples were all rejected has no group. `died` contains the ids of the
+        prompts that ended the scoring process.
         """
         ended = []
         for prompt in prompts:
-            self._outstanding.remove(prompt.id)  # once: a prompt may be out several times
+            self._outstanding.remove(prompt.id)  # once: a prompt may be outstanding several times
             if prompt.id in died:
                 ended.append(prompt)
             elif not self._is_left_out(prompt.id):
@@ -109,7 +109,7 @@ class PromptStream:
     def died(self, prompts: Iterable[Prompt]) -> int:
         """Record that a process ended while it searched or scored these prompts.
 
-        Which of several has ended it is not known. Return how many are quarantined now.
+        It is unknown which of them ended it. Return how many are newly quarantined.
         """
         quarantined = 0
         for prompt in {p.id: p for p in prompts}.values():
@@ -133,7 +133,7 @@ class PromptStream:
 
     def cursor(self) -> Cursor:
         """Return the position from which `seek` continues."""
-        try:  # a copy: it is written while the selection goes on
+        try:  # a copy: it is written to disk while the selection continues
             state = json.loads(json.dumps(self._selection.state(), default=lambda x: x.item()))
         except (TypeError, ValueError, AttributeError) as error:
             told = f"selection {self._name}: its state is not plain JSON ({error})"
@@ -151,7 +151,7 @@ class PromptStream:
     def seek(self, cursor: Cursor, others: bool = False) -> None:
         """Continue from a cursor: prompts that were outstanding are handed out first.
 
-        If it belongs to other prompts, this is a ValueError, or nothing if there may be `others`.
+        If it belongs to other prompts, raise ValueError, or ignore it if `others` is set.
         """
         if cursor["data"] != self._data and others:
             return
@@ -169,7 +169,7 @@ class PromptStream:
         self._outstanding = []
         self._deaths = Counter(cursor.get("deaths", {}))
 
-    @cached_property  # a stream that is only checked needs none
+    @cached_property  # a stream that is only checked does not need it
     def _data(self) -> str:
         return digest_of(self._prompts.values())
 
@@ -186,12 +186,12 @@ def digest_of(prompts: Iterable[Prompt]) -> str:
 
 @dataclass(frozen=True)
 class SearchState:
-    """State of the searchers that a checkpoint keeps."""
+    """State of the searchers in a checkpoint."""
 
     cursor: Cursor
     tasks: int  # number of the next search task
     stats: SearchStats  # statistics of all groups that were found
-    weights: Weights | None  # weights to search with; None where they are the newest (ray)
+    weights: Weights | None  # weights to search with; None if these are the newest (ray)
     reference: Weights | None  # weights of the reference, if it has been reset
     held: tuple[Group, ...] = ()
-    """Groups on their way to the buffer, because a search has ended the run, or of a lag."""
+    """Groups that are not in the buffer yet, due to a lag or a search that ended the run."""

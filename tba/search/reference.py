@@ -1,4 +1,4 @@
-"""The reference model: log-probs under the initial weights, or those of the last reset."""
+"""The reference model: log-probs under the initial weights, or the weights of the last reset."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,10 @@ from tba.weights import Weights, load_weights
 
 
 class Reference:
-    """A policy that is not trained. `version` is the one of its weights; 0 is the initial model.
+    """A policy that is not trained. `version` is its weights' version; 0 is the initial model.
 
-    Searches and `load_weights` may run in several threads. `hold` keeps everything else from using
-    the model, which may be an engine's.
+    Searches and `load_weights` may run in several threads. `hold` gives exclusive use of the model,
+    which may belong to an engine.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Reference:
         self._hold = hold or (lambda: lock)
 
     def load_weights(self, weights: Weights) -> None:
-        """Replace all weights by a policy's, or raise and keep the old ones."""
+        """Replace all weights by a policy's; if that raises, keep the old ones."""
         with self._hold():
             self._load(weights)
             self.version = weights.version
@@ -57,8 +57,8 @@ class Reference:
     ) -> tuple[list[list[np.ndarray]], int]:
         """Return log-probs of each prompt's responses, [T] for T tokens, and their version.
 
-        They are those of the sampling temperature, unless another one is given, and 0 where nothing
-        was sampled. Groups with equally many responses run together.
+        They are at the sampling temperature unless another one is given, and 0 for tokens that were
+        not sampled. Groups with the same number of responses run together.
         """
         logp: list[list[np.ndarray]] = [[] for _ in responses]
         with self._hold(), self._weights():
@@ -77,7 +77,7 @@ class Reference:
     def _parts(
         self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[Completion]]
     ) -> Iterator[list[int]]:
-        """Yield groups by their places, so that one response of each fits the token budget."""
+        """Yield indices of groups, such that one response of each group fits the token budget."""
         alike = defaultdict(list)
         for i, group in enumerate(responses):
             alike[len(group)].append(i)
@@ -99,9 +99,9 @@ class AdapterReference(Reference):
 
 
 class EngineReference(Reference):
-    """Reference of an engine that does not depend on the weights: its own log-probs.
+    """Reference of an engine whose log-probs depend on neither weights nor temperature.
 
-    They do not depend on the temperature either.
+    It returns the engine's log-probs.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Results of a search: responses, groups, the one record of its statistics, and evaluations."""
+"""Results of searches: groups, statistics, and evaluations."""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -15,28 +15,28 @@ from tba.tasks import Itemized
 from tba.types import Group
 
 Mode = Literal["greedy", "sampled"]
-"""How answers of an evaluation are sampled."""
+"""How the answers of an evaluation are sampled."""
 
 GAP = "sync/logp_gap"
-"""Metric: mean |log-prob of an engine - that of the trainer| on the latest probe, in nats."""
+"""Metric: mean |engine log-prob - trainer log-prob| on the latest probe, in nats."""
 
 
 @dataclass
 class SearchStats:
-    """Statistics of searches. A search returns them; runtimes add them up over a whole run."""
+    """Statistics of searches. Each search returns them, and runtimes sum them over a run."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Counts by the name of their metric, such as `samples_generated` and `tools/calls`."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Samples and rollouts without a reward, by reason."""
     moments: dict[str, list[Fraction]] = field(default_factory=dict)
-    """Number, sum and sum of squares of the items of the samples' rewards, by metric: exact."""
+    """Exact count, sum and sum of squares of the items of the samples' rewards, by metric."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds, summed over searchers, by what they were spent on: `generate`, `reward`,
-    `rollouts`, `reference`, `load_weights`, `drain` before it, while running completions end. Tasks
-    may run at once: `busy` are those with a task, and `waiting` those without."""
+    """Seconds by stage, summed over searchers: `generate`, `reward`, `rollouts`, `reference`,
+    `load_weights`, and before it `drain`, while running completions end. Tasks may run
+    concurrently: `busy` counts the time with a task, and `waiting` the time without."""
     publish_seconds: float = 0.0
-    """Seconds of computing probes, converting weights and sending them."""
+    """Seconds spent on computing probes, converting weights and sending them."""
     largest_gap: float = 0.0
     """Largest log-prob gap of a weight update so far."""
     latest: dict[str, float] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class SearchStats:
     last_rejection: str = ""
     """Error message of the latest rejected sample."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
-    """Samples per second that were generated in each of the latest searches."""
+    """Samples generated per second in each of the latest searches."""
 
     @property
     def scored(self) -> int:
-        """Samples and rollouts but those that are rejected because they are cut off."""
+        """Samples and rollouts, except those rejected as truncated."""
         return self.generated - self.rejected[TRUNCATED.reason]
 
     @property
@@ -57,7 +57,7 @@ class SearchStats:
         return self.counts["samples_generated"] + self.counts["rollouts_generated"]
 
     def add(self, other: "SearchStats") -> None:
-        """Add the counters of `other`, whose latest values replace earlier ones."""
+        """Add the counters of `other`; its latest values replace earlier ones."""
         self.counts.update(other.counts)
         self.rejected.update(other.rejected)
         for name, moments in other.moments.items():
@@ -72,13 +72,13 @@ class SearchStats:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds of a block to a stage."""
+        """Add the duration of a block to a stage, in seconds."""
         started = time.perf_counter()
         yield
         self.seconds[stage] += time.perf_counter() - started
 
     def measured(self, gap: float | None) -> None:
-        """Record the log-prob gap of a weight update, if it was measured."""
+        """Record the log-prob gap of a weight update; None if it was not measured."""
         if gap is not None:
             self.latest[GAP] = gap
             self.largest_gap = max(self.largest_gap, gap)
@@ -91,7 +91,7 @@ class SearchStats:
                 self.last_rejection = verdict.detail or self.last_rejection
 
     def itemize(self, verdicts: Iterable[Verdict]) -> None:
-        """Count the items of the rewards of samples."""
+        """Add the items of the samples' rewards to `moments`."""
         for verdict in verdicts:
             items = verdict.items if isinstance(verdict, Itemized) else {}
             for name, value in items.items():
@@ -103,7 +103,7 @@ class SearchStats:
         self.moments[name] = [a + b for a, b in zip(before, moments, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: everything but what is only the latest."""
+        """Return the statistics that a checkpoint keeps: all except the latest values."""
         latest = {"latest", "rates", "last_rejection"}
         adapter = TypeAdapter(SearchStats)
         plain: dict[str, Any] = adapter.dump_python(self, mode="json", exclude=latest)
@@ -111,31 +111,31 @@ class SearchStats:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> "SearchStats":
-        """Continue from what `to_json` returned."""
+        """Restore statistics from the result of `to_json`."""
         return TypeAdapter(cls).validate_python(plain)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Groups found by one search task, and its statistics."""
+    """Groups of one search task, and its statistics."""
 
     groups: list[Group]
     stats: SearchStats
     died: Set[str] = frozenset()
-    """Ids of the prompts whose answers have ended the scoring process."""
+    """Ids of prompts whose answers ended the scoring process."""
 
 
 @dataclass(frozen=True)
 class EvaluatedAnswer:
-    """An answer to a held-out prompt, for a person to read."""
+    """An answer to a held-out prompt, in readable form."""
 
     prompt: str
     completion: str
     reward: float | None
-    """None if the answer was rejected, as for a measure."""
+    """None if the answer was rejected; the same for a measure."""
     measures: Mapping[str, float | None] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """The score of each reward function, and what they logged about the answer."""
+    """The score of each reward function, and its notes about the answer."""
     set: str = ""
     """Name of the evaluation set; "" for the held-out prompts."""
     mode: Mode = "greedy"
@@ -148,7 +148,7 @@ class EvaluatedAnswer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of the weights of one version; `scores` has the metrics' names without `eval/`."""
+    """Scores of one version of the weights; keys of `scores` are metric names without `eval/`."""
 
     version: int
     scores: dict[str, float]

@@ -35,20 +35,20 @@ from tba.weights import Weights
 LONGEST_CALL = 0.25
 """Share of `runtime.task_deadline` that a call of a scoring function may take.
 
-A search that hangs in two calls, after which the others are not tried, then keeps its searcher.
+After two calls that hang, the others are not tried; the searcher then still meets its deadline.
 """
 
 
 MOST_OF_TASK = 0.9
 """Share of `runtime.task_deadline` after which the sessions of a search end.
 
-Those of a piece of an evaluation, greedy and sampled, have half of it each.
+The greedy and the sampled sessions of a piece of an evaluation have half of it each.
 """
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts that are evaluated beside the held-out ones, and the task that scores them."""
+    """Prompts to evaluate in addition to the held-out ones, and the task that scores them."""
 
     task: tables.Use
     prompts: tuple[Prompt, ...]
@@ -60,12 +60,12 @@ class SearchSetup:
 
     config: Config
     sampling: Sampling
-    """How a search samples that does not explore."""
+    """How a search samples if it does not explore."""
     held_out: tuple[Prompt, ...]
     value_rollouts: ValueRollouts | None
-    """Value estimates that the objective needs from search, if any."""
+    """Value estimates that the objective needs from searches; None if it needs none."""
     reward_functions: Functions | bytes | None
-    """Functions passed from Python, pickled for another process; None if the config names them."""
+    """Functions passed from Python, pickled for other processes; None if the config names them."""
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
     """Further evaluation sets, by name."""
     needs_behavior: bool = False
@@ -74,9 +74,9 @@ class SearchSetup:
     def build(self, device: str, bf16: bool, lent: Any = None) -> "Searcher":
         """Load the engine, the reference model, and the models that score.
 
-        `bf16` is the trainer's choice: reference and policy must compute alike, or their
-        difference is noise. A trainer in this process may have `lent` its model, which is the
-        reference of a LoRA run without its adapter.
+        `bf16` is the trainer's choice: reference and policy must compute in the same way, or their
+        difference is noise. A trainer in this process may lend its model as `lent`; without its
+        adapter, the model is the reference of a LoRA run.
         """
         scoring = self.scoring(device)  # first: on a CPU, its process starts while the models load
         c = self.config
@@ -84,12 +84,12 @@ class SearchSetup:
         plugin = resolve("engines", "engine", c.engine.use, c.engine.options)
         if c.runtime.colocate == "sleep":
             plugin = replace(plugin, options={**plugin.options, "sleeps": True})
-        if device != "cpu":  # vLLM counts as its own what judges take of the GPU while it starts
+        if device != "cpu":  # vLLM counts GPU memory that judges take during its start as its own
             scoring.wait_until_ready()
         engine: Engine = plugin.build(c.policy, text, device, bf16, self.sampling)
         reference = self._reference(engine, device, bf16, lent)
         limit = logp_gap_limit(c.engine, bf16)
-        scoring.wait_until_ready()  # so that what cannot be loaded ends the start of the searcher
+        scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         agents = {}
         for name, task in scoring.tasks.items():
             if task.program is not None:
@@ -97,7 +97,7 @@ class SearchSetup:
         return Searcher(engine, reference, text, scoring, self, limit, agents)
 
     def _agents(self, program: Program, engine: Engine, text: Tokenizer) -> Agents:
-        """Return what holds sessions of a program."""
+        """Build the session runner of an agent program."""
         c = self.config
         fixed = ""
         if self.needs_behavior:
@@ -106,11 +106,11 @@ class SearchSetup:
         return Agents(engine, text, program, fixed, limit, c.runtime.start_deadline)
 
     def scoring(self, device: str) -> Scoring:
-        """Return what scores, for the task of the run and for the tasks of evaluation sets."""
+        """Build the scoring of the run's task and of the tasks of evaluation sets."""
         reward = self.config.reward
         deadlines = self.config.runtime
         functions = self.reward_functions
-        if isinstance(functions, bytes):  # they came with this object, never from a file
+        if isinstance(functions, bytes):  # pickled with this object, never read from a file
             functions = pickle.loads(functions)
         isolated = reward.isolate == "process"
         builds = {}
@@ -133,7 +133,7 @@ class SearchSetup:
         )
 
     def _reference(self, engine: Engine, device: str, bf16: bool, lent: Any) -> Reference:
-        """Return the reference. With LoRA, it has the model that engine or trainer lend."""
+        """Return the reference. With LoRA, it uses the model that the engine or trainer lends."""
         if engine.own_reference:
             return EngineReference()
         model = lent if engine.model is None else engine.model
@@ -144,7 +144,7 @@ class SearchSetup:
         return AdapterReference(policy, self.config.trainer.token_budget, hold)
 
     def _policy(self, model: Any, bf16: bool) -> Policy:
-        """Return a model as a policy that computes as the trainer's does."""
+        """Return a policy of the model that computes in the same way as the trainer's."""
         c = self.config
         if bf16 and c.trainer.devices > 1:  # FSDP gathers all parameters in bf16
             for parameter in model.parameters():
@@ -152,7 +152,7 @@ class SearchSetup:
         return Policy(model, self.sampling.temperature, bf16, c.policy.share_prompt)
 
     def reference(self, device: str, bf16: bool) -> Reference:
-        """Load the reference as a model of its own."""
+        """Load the reference as a separate model."""
         c = self.config
         kind = Reference if c.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
@@ -162,7 +162,7 @@ class SearchSetup:
 
 @dataclass(frozen=True)
 class Searcher:
-    """Turns prompts into scored groups with reference log-probs: the trainer holds one model."""
+    """Turns prompts into scored groups with reference log-probs, so the trainer needs one model."""
 
     engine: Engine
     reference: Reference
@@ -172,19 +172,19 @@ class Searcher:
     max_logp_gap: float
     """Largest log-prob gap, in nats, that a weight update may leave; see `Probe.rounding`."""
     agents: Mapping[str, Agents] = field(default_factory=dict)
-    """What holds sessions of the user's program, by the name of the task."""
+    """Session runners of the user's programs, by the name of the task."""
 
     def load_weights(self, weights: Weights) -> float | None:
-        """Load weights into the engine and return its log-prob gap, if there is a probe.
+        """Load weights into the engine; return its log-prob gap, or None without a probe.
 
-        SearchError if the gap is too large: an engine that is wrong would be so again. The weights
-        are then loaded nevertheless.
+        Raises SearchError, and keeps the new weights, if the gap is too large: a retry would not
+        help, because a wrong engine stays wrong.
         """
         gap = self.engine.load_weights(weights)
         if gap is None or weights.probe is None:
             return gap
         limit = self.max_logp_gap * weights.probe.rounding
-        if not gap <= limit:  # NaN is too large, too
+        if not gap <= limit:  # also true for NaN
             raise SearchError(
                 f"engine {self.setup.config.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
@@ -195,14 +195,14 @@ class Searcher:
         return gap
 
     def close(self) -> None:
-        """End the engine, the processes that score, and programs."""
+        """Stop the engine, the scoring processes and the agent programs."""
         for agents in self.agents.values():
             agents.close()
         self.scoring.close()
         self.engine.close()
 
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
-        """Sample and score S responses of each prompt; no group if all were rejected."""
+        """Sample and score S responses to each prompt; no group if all are rejected."""
         stats = SearchStats()
         with stats.timed("generate"):
             responses = self.answer("", prompts, self._sampling(seed), seed)
@@ -249,10 +249,10 @@ class Searcher:
         seed: int,
         share: float = MOST_OF_TASK,
     ) -> Responses:
-        """Sample responses of each prompt.
+        """Sample responses to each prompt of the task `name`.
 
-        They are dialogues if the task of this name has tools, and sessions if it has a program,
-        which end after this share of `runtime.task_deadline`.
+        They are dialogues if the task has tools, and sessions if it has a program. Sessions end
+        after `share` of `runtime.task_deadline`.
         """
         task = self.scoring.tasks[name]
         if name in self.agents:
@@ -270,7 +270,7 @@ class Searcher:
         return Responses(tokens, completions, answers)
 
     def _sampling(self, seed: int) -> Sampling:
-        """Return how a search samples; its seed decides at which temperature, if it explores."""
+        """Return how a search samples; if it explores, its seed determines the temperature."""
         sampling = self.setup.sampling
         settings = self.setup.config.sampling
         rng = generator(seed, Use.EXPLORATION)
@@ -285,7 +285,7 @@ class Searcher:
         responses: Responses,
         verdicts: Sequence[Sequence[Verdict]],
     ) -> list[Group]:
-        """Return the samples that have a reward, by prompt, with the reference's log-probs."""
+        """Group the samples that have a reward by prompt, with the reference's log-probs."""
         rewarded = {}
         for i, (group, judged) in enumerate(zip(responses.completions, verdicts, strict=True)):
             pairs = zip(group, judged, strict=True)

@@ -1,4 +1,4 @@
-"""Values by rollouts: expected rewards of the states within a response, from sampled endings."""
+"""Values by rollouts: expected rewards of states within a response, from sampled endings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from tba.streams import Use, seed_of
 from tba.types import Completion, Group, Sampling, Trajectory
 
 State = tuple[int, bytes]
-"""Index of a group, and the response tokens so far."""
+"""Index of a group, and the response's tokens up to the state."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Rollouts:
         """Return the groups with values, and the verdict on each rollout.
 
         A state that several responses share is rolled out once. The first state's value is the
-        mean reward of the prompt's other responses. A response is left out if no rollout of one
-        of its states has a reward.
+        mean reward of the prompt's other responses. A response is left out if all rollouts of one
+        of its states were rejected.
         """
         values: dict[State, float] = {}
         verdicts: list[Verdict] = []
@@ -83,9 +83,9 @@ class Rollouts:
         return self.score([group.prompt for group in origins], answers)
 
     def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
-        """Return head and ending as text. A stop string that begins in the head counts as well.
+        """Return head and ending as text. A stop string may begin in the head.
 
-        The engine does not know the head, and goes on after such a stop string.
+        The engine does not search the head for stop strings, and continues after such a one.
         """
         whole = np.concatenate([head, ending.tokens])
         return self.text.answer(whole, ending.finished, self.sampling.stop, ending.version)
@@ -93,7 +93,7 @@ class Rollouts:
     def _value(
         self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]
     ) -> Float32[np.ndarray, " T"]:
-        """Return the value of each token's state; NaN where no rollout has a reward."""
+        """Return the value of each token's state; NaN if all of its rollouts were rejected."""
         tokens = trajectory.tokens
         others = [t.reward for t in group.trajectories if t is not trajectory]
         steps = [fmean(others or [trajectory.reward])]
