@@ -1,4 +1,4 @@
-"""Tasks provide prompts and score answers. This is their contract; each other file is one task."""
+"""Tasks provide prompts and score answers. This is their interface; other files are tasks."""
 
 import asyncio
 import inspect
@@ -20,14 +20,14 @@ Scores = Sequence[float | None]
 
 
 AT_ONCE = 64
-"""Calls of tools that run at one time."""
+"""Most tool calls that run at once."""
 
 
 class Itemized(float):
-    """A reward with its items: what each reward function gave and logged, by metric.
+    """A reward with its items: the scores and logged values of reward functions, by metric.
 
-    Items that are not finite are left out, or no later mean would be finite. `notes` are what the
-    functions logged about the answer for a person to read.
+    Items that are not finite are left out, because no later mean would be finite. `notes` are texts
+    that the functions logged about the answer for people to read.
     """
 
     items: Mapping[str, float]
@@ -53,13 +53,13 @@ class Scorer(ABC):
         """Return the rewards of a group: all answers to one prompt. May be `async def`.
 
         A reward may depend on the other answers of the group. If a call raises, each answer is
-        scored again in a call of its own.
+        scored again in a separate call.
         """
 
 
 @runtime_checkable
 class Checks(Protocol):
-    """A reward function that needs a model or a server, or a part of a task that does."""
+    """A reward function, or a part of a task, that needs a model or a server."""
 
     def check(self) -> None:
         """Raise ValueError if the model or the server is missing."""
@@ -67,7 +67,7 @@ class Checks(Protocol):
 
 @runtime_checkable
 class Loads(Protocol):
-    """A reward function that needs a model, or a part of a task that does."""
+    """A reward function, or a part of a task, that needs a model."""
 
     def load(self, device: str) -> None:
         """Load models to the device, in a process that scores, before its first score."""
@@ -82,14 +82,14 @@ class Tools:
     max_turns: int
     """Most turns of the policy in a dialogue."""
     deadline: float
-    """Seconds for a call of a tool, and for making and resetting an instance."""
+    """Seconds for a tool call, and for creating and resetting an instance."""
     schemas: Mapping[str, Mapping[str, Any]]
-    """What chat templates show of each tool: a JSON schema, from its signature and docstring."""
+    """JSON schema of each tool for chat templates, from its signature and docstring."""
     judged: bool = True
     """Whether rewards see the instances."""
 
     def open(self, prompt: Prompt) -> tuple[Any, str]:
-        """Return a new instance, and the text with which it begins. May raise anything."""
+        """Return a new instance, and the text that `reset` returned. May raise anything."""
         instance = self.make()
         observation = _awaited(call(instance.reset, prompt.row()))
         if not isinstance(observation, str | None):
@@ -104,32 +104,32 @@ class Tools:
 
 @dataclass(frozen=True)
 class Program:
-    """A program of the user that talks to the policy over HTTP, in a process of its own."""
+    """A user's program that talks to the policy over HTTP, in a separate process."""
 
     rollout: str
     """`file.py:function`, or `package.module:function`."""
     python: str
-    """Its Python interpreter."""
+    """The Python interpreter that runs it."""
     deadline: float
-    """Seconds of a session."""
+    """Most seconds of a session."""
     concurrency: int
-    """Sessions at once in a searcher."""
+    """Most sessions at once in a searcher."""
     max_calls: int
     """Most calls of a session."""
     history: Literal["append", "template"]
-    """What the policy sees of the past: its own tokens, or what the chat template shows."""
+    """How the policy sees the past: as its own tokens, or as the chat template renders it."""
     environment: Mapping[str, str]
-    """Environment variables, beside those of this process that are no secrets."""
+    """Environment variables, in addition to this process's variables that are not secret."""
 
 
 class Task(Scorer):
-    """A source of prompts, and the reward of their answers. A task inherits from this class.
+    """A source of prompts and the reward of their answers: the base class of all tasks.
 
-    It must define `prompts`, `held_out` and `score`. The rest has defaults.
+    A task must define `prompts`, `held_out` and `score`. The rest has defaults.
     """
 
     samples_again: ClassVar[bool] = False
-    """Whether evaluations sample from the training prompts, because no others are held out."""
+    """Whether evaluations sample from the training prompts, because there are no held-out ones."""
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
@@ -148,17 +148,17 @@ class Task(Scorer):
 
     @property
     def dependencies(self) -> Sequence[tuple[str, Any]]:
-        """The models, tasks and functions that the task consists of, by their options.
+        """The models, tasks and functions that the task consists of, with their options.
 
-        `check` and `load` are passed on to them. An error begins with the option; "" if the
-        error names it itself.
+        `check` and `load` call theirs. An error begins with the option, unless that is "",
+        because the error already names it.
         """
         return ()
 
     def check(self) -> None:
         """Raise ValueError if a model or a server that the task needs is missing.
 
-        Called before any process starts; takes seconds at most.
+        Called before any process starts. Takes a few seconds at most.
         """
         for option, each in self.dependencies:
             if isinstance(each, Checks):
@@ -173,17 +173,17 @@ class Task(Scorer):
 
     @property
     def tools(self) -> Tools | None:
-        """The tools that the policy can call in its answers, which are dialogues then."""
+        """The tools that the policy can call in its answers, which then are dialogues; or None."""
         return None
 
     @property
     def program(self) -> Program | None:
-        """The program of the user that holds sessions with the policy, if there is one."""
+        """The user's program that runs sessions with the policy, or None."""
         return None
 
     @property
     def part_weights(self) -> Mapping[str, float]:
-        """The weight of each part, by name, if the task consists of several."""
+        """The weight of each part by name; empty if the task has no parts."""
         return {}
 
     def part(self, prompt: Prompt) -> tuple[str, "Task"]:
@@ -191,7 +191,7 @@ class Task(Scorer):
         return "", self
 
     def right_answer(self, prompt: Prompt) -> str | None:
-        """Return the column `answer` of a row as a response would give it; None if it has none."""
+        """Return a row's column `answer` as a response would write it; None without one."""
         answer = prompt.columns.get("answer")
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             return None
@@ -201,19 +201,19 @@ class Task(Scorer):
 
 
 ScorerName = tuple[str, str | None]
-"""Name of a task and of one of its measures, None for its reward."""
+"""Name of a task, and name of one of its measures or None for its reward."""
 REWARD: ScorerName = ("", None)
-"""The reward of the run's own task; the other tasks are those of evaluation sets."""
+"""The reward of the run's task; other tasks belong to evaluation sets."""
 
 
 def scorer_of(tasks: Mapping[str, Task], name: ScorerName) -> Scorer:
-    """Return what scores answers: a task, or one of its measures."""
+    """Return the scorer of this name: a task, or one of its measures."""
     task = tasks[name[0]]
     return task if name[1] is None else task.measures()[name[1]]
 
 
 BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
-"""Significant bits of numbers that are kept in less than float64."""
+"""Significant bits of number formats below float64."""
 
 
 class WrongLength(ValueError):
@@ -221,13 +221,13 @@ class WrongLength(ValueError):
 
 
 def listed(scores: Any) -> list[Any]:
-    """Return the rewards of a group as a list, one item for each of its first axis.
+    """Return the rewards of a group as a list, with one item for each index of the first axis.
 
-    WrongLength for what has no order or is text.
+    Raises WrongLength for values without an order and for text.
     """
     plain = _plain(scores)
     if isinstance(plain, int | float) and plain is not scores:
-        return [plain]  # an array without an axis, of one completion
+        return [plain]  # an array without axes, for one completion
     wrong = isinstance(plain, Mapping | Set | str | bytes | bytearray)
     if wrong or not isinstance(plain, Iterable):
         raise WrongLength(
@@ -238,8 +238,8 @@ def listed(scores: Any) -> list[Any]:
 
 
 def number(score: Any) -> float | None:
-    """Return a score as a float; None if it is no number."""
-    if isinstance(score, str | bytes | bytearray):  # float() would read some
+    """Return a score as a float; None if it is not a number."""
+    if isinstance(score, str | bytes | bytearray):  # float() would parse some
         return None
     try:
         return float(score)
@@ -248,7 +248,7 @@ def number(score: Any) -> float | None:
 
 
 def _alone(score: Any) -> Any:
-    """Return the only item of nested lists and arrays of one item, such as a row of shape [1]."""
+    """Unwrap nested lists and arrays of one item, such as a row of shape [1]."""
     score = _plain(score)
     while isinstance(score, list | tuple) and len(score) == 1:
         score = _plain(score[0])
@@ -256,22 +256,22 @@ def _alone(score: Any) -> Any:
 
 
 def _shortest(value: Any, bits: int) -> Any:
-    """Return the shortest decimals for numbers of so many bits: 0.9, not 0.8999999761581421."""
+    """Return the shortest decimals for numbers with `bits`: 0.9, not 0.8999999761581421."""
     if isinstance(value, list):
         return [_shortest(each, bits) for each in value]
     if not isfinite(value):
         return value
     mantissa, exponent = frexp(value)
-    # of the distance to the next number, which is less below a power of 2
+    # half the distance to the next number, which is smaller below a power of 2
     half = 2.0 ** (exponent - bits - 1 - (abs(mantissa) == 0.5))
     decimals = (float(f"{value:.{digits}g}") for digits in range(1, 18))
     return next(each for each in decimals if abs(each - value) < half)
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or a scalar of any library as a list or a number; other things as they are.
+    """Convert an array or a scalar of any library to a list or a number; return others unchanged.
 
-    numpy, PyTorch, JAX and pandas have `tolist`, the arrays of others `__array__` or `__dlpack__`.
+    numpy, PyTorch, JAX and pandas have `tolist`, other libraries `__array__` or `__dlpack__`.
     """
     if callable(tolist := getattr(value, "tolist", None)):
         plain = tolist()
@@ -280,15 +280,15 @@ def _plain(value: Any) -> Any:
     has_array = hasattr(value, "__array__")
     if not has_array and not hasattr(value, "__dlpack__"):
         return value
-    import numpy as np  # not above: most scoring processes do without
+    import numpy as np  # here, because most scoring processes do not need it
 
     return (np.asarray(value) if has_array else np.from_dlpack(value)).tolist()
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with the arguments that it names; with all of them if it has `**columns`.
+    """Call a function with the arguments that it names, or with all if it has `**columns`.
 
-    A method does not get a column `self`.
+    A column `self` is not passed to methods.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -300,21 +300,21 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def whole(text: str) -> str:
-    """Return the text with `?` for each half of a character, which no tokenizer takes."""
+    """Return the text with `?` for each lone surrogate, which tokenizers do not accept."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what each call returns or raises, or None if it does not return in time.
+    """Return the result or exception of each call, or None if it does not return in time.
 
-    They run side by side in daemon threads, which are left behind if they hang.
+    Calls run in parallel in daemon threads, which are abandoned if they hang.
     """
     outcomes: list[Any] = [None] * len(calls)
 
     def run(place: int) -> None:
         try:
             outcomes[place] = calls[place]()
-        except BaseException as error:  # untrusted: even SystemExit must give a result
+        except BaseException as error:  # untrusted: even SystemExit must become a result
             outcomes[place] = error
 
     for start in range(0, len(calls), AT_ONCE):
@@ -329,5 +329,5 @@ def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _awaited(value: Any) -> Any:
-    """Return a value, or what an async function ends with, in an event loop of its own."""
+    """Return a value, or the result of a coroutine, which runs in a new event loop."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value

@@ -34,17 +34,17 @@ RewardFunction = Callable[..., Any]
 ADVICE = "write package.module:function or file.py:function"
 
 NOT_USERS = (str(Path(__file__).parents[1]), importlib.__file__, contextlib.__file__, "<")
-"""Beginnings of the names of files whose lines are not shown for an error of the user's code."""
+"""Prefixes of file names whose lines are not shown in errors of the user's code."""
 
 LONGEST_NOTE = 1000
-"""Longest text about a completion that is kept, in characters."""
+"""Longest logged text about a completion, in characters."""
 
 PASSED = {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-"""Arguments of every reward function, beside the columns."""
+"""Arguments of every reward function, in addition to the columns."""
 
 
 class RewardLog:
-    """Log of reward functions while they score a group of `count` completions."""
+    """Values that reward functions log while they score a group of `count` completions."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -52,12 +52,12 @@ class RewardLog:
         self.notes: dict[str, list[str]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number about the group. It is left out if it is not finite."""
-        if math.isfinite(value):  # or no later mean would be finite
+        """Log a number about the group; ignored if it is not finite."""
+        if math.isfinite(value):  # otherwise no later mean would be finite
             self.metrics[str(name)].append(float(value))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log something about each completion, for a person to read."""
+        """Log a value for each completion, for people to read."""
         if len(values) != self.count:
             raise ValueError(
                 f"log_extra({column!r}, ...) got {len(values)} values for {self.count} completions;"
@@ -121,9 +121,9 @@ class Custom(Rendering, Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.environment is not None:  # instances may arrive as pickles, which need its module
+        if self.environment is not None:  # pickled instances need its module to be imported
             member("task.environment", self.environment)
-        count = len(self.functions)  # raises before anything starts if one does not exist
+        count = len(self.functions)  # raises before the run starts if one does not exist
         if not count and self.needs_reward:
             raise ValueError(f"task.reward is missing; {ADVICE}, or pass reward= from Python")
         weights = self.reward_weights
@@ -135,7 +135,7 @@ class Custom(Rendering, Task):
 
     @property
     def needs_reward(self) -> bool:
-        """Return whether nothing but reward functions scores answers."""
+        """Whether answers are scored only by reward functions."""
         return True
 
     def prompts(self) -> Sequence[Prompt]:
@@ -145,10 +145,10 @@ class Custom(Rendering, Task):
         return self._rows[1]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
-        """Return the weighted sum of the functions that gave a number; None if none did."""
+        """Return the weighted sum of the functions that returned a number; None if none did."""
         log = RewardLog(len(answers))
         scores: list[Any] = [None] * len(self.functions)
-        # sync functions first: if one raises, no async call has been made that nobody awaits
+        # sync functions first: if one raises, no coroutine is left without an await
         for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
             scores[i] = call(function, arguments_of(prompt, answers, log))
         if any(map(inspect.isawaitable, scores)):
@@ -156,7 +156,7 @@ class Custom(Rendering, Task):
         return self._weighted(scores, log)
 
     async def _await_all(self, scores: list[Any], log: RewardLog) -> Scores:
-        """Await the scores of the async functions all at once."""
+        """Await the scores of all async functions concurrently."""
         awaited = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
         scores = [next(awaited) if inspect.isawaitable(each) else each for each in scores]
         return self._weighted(scores, log)
@@ -175,7 +175,7 @@ class Custom(Rendering, Task):
             of_answer = [column[place] for column in columns]
             wrong = [s for s in of_answer if s is not None and number(s) is None]
             if wrong:
-                sums.append(wrong[0])  # it is rejected, and its neighbours are not
+                sums.append(wrong[0])  # only this answer is rejected
                 continue
             terms = zip(names, weights, of_answer, strict=True)
             given = [(name, weight, float(s)) for name, weight, s in terms if s is not None]
@@ -202,7 +202,7 @@ class Custom(Rendering, Task):
 
     @cached_property
     def tools(self) -> Tools | None:
-        """The tools of the environment, if there is one."""
+        """The tools of the environment, or None without one."""
         if self.environment is None:
             return None
         make = member("task.environment", self.environment)
@@ -236,7 +236,7 @@ class Custom(Rendering, Task):
     def _read(self, key: str, source: str, split: str | None, default: str) -> Rows:
         """Return the rows of a file or data set.
 
-        They have the question as `prompt` and the answer as `answer`, too.
+        They also have the question as `prompt` and the answer as `answer`.
         """
         origin = f"{key} = {source!r}"
         table = self._table(key, source, split_of(source, split, default))
@@ -252,7 +252,7 @@ class Custom(Rendering, Task):
 
 
 def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[str]) -> None:
-    """ValueError if the function needs an argument that is neither a column nor passed."""
+    """Raise ValueError if the function needs an argument that is neither a column nor passed."""
     columns = [name for row in table[:1] for name in row if name != "prompt"]
     (called,) = metric_names([function])
     for p in inspect.signature(function).parameters.values():
@@ -265,13 +265,13 @@ def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[
 
 
 def _is_async(function: RewardFunction) -> bool:
-    call = type(function).__call__  # of an object with `async def __call__`
+    call = type(function).__call__  # for objects with `async def __call__`
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
-    """Return all that a reward function may take, by name; each answer has copies of its own."""
-    state = SimpleNamespace(  # by the names of transformers' TrainerState
+    """Return all arguments of reward functions by name, with separate copies for each answer."""
+    state = SimpleNamespace(  # named as in transformers' TrainerState
         global_step=max(a.version for a in answers), max_steps=max(a.steps for a in answers)
     )
     completions: list[Any] = [a.text for a in answers]
@@ -294,7 +294,7 @@ def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> d
 
 
 def metric_names(functions: Sequence[Any]) -> list[str]:
-    """Return the name of each reward function, as in TRL's metrics; the same name gets a number."""
+    """Return the name of each reward function, as in TRL's metrics; number repeated names."""
     names: list[str] = []
     for function in functions:
         while isinstance(function, partial):
@@ -308,11 +308,11 @@ def metric_names(functions: Sequence[Any]) -> list[str]:
 
 
 def reward_function(key: str, named: str | Use) -> RewardFunction:
-    """Return the function that `key` names; ValueError, which begins with the key, if it is wrong.
+    """Return the function that `key` names. Raises ValueError, beginning with the key, if invalid.
 
     Text names the function itself. A table names a judge of this package, another class
-    (`package.module.Class`), or a factory (`package.module:factory` or `file.py:factory`), which
-    gets the table's other keys as arguments.
+    (`package.module.Class`), or a factory (`package.module:factory` or `file.py:factory`), to
+    which the table's other keys are passed.
     """
     if isinstance(named, str):
         function = member(key, named)
@@ -355,7 +355,7 @@ def member(key: str, name: str) -> Callable[..., Any]:
         else:
             module = importlib.import_module(where)
     try:
-        value: Callable[..., Any] = attrgetter(function)(module)  # a lazy module loads it
+        value: Callable[..., Any] = attrgetter(function)(module)  # may import it, in a lazy module
     except AttributeError as error:
         raise ValueError(f"{origin}: {where} has no function {function!r}") from error
     if not callable(value):
@@ -365,7 +365,7 @@ def member(key: str, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _running(place: str) -> Iterator[None]:
-    """Make any error of the user's code, `sys.exit` too, a ValueError with its file and line."""
+    """Turn any error of the user's code, also `sys.exit`, into a ValueError with file and line."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -380,16 +380,16 @@ def _running(place: str) -> Iterator[None]:
 
 @cache
 def _from_file(path: Path, changed: int) -> ModuleType:
-    """Run a file once for each time `changed` of its last change.
+    """Run a file once for each modification time `changed`.
 
-    Its module has the name of the file, by which processes that a function starts can import it:
-    they get `sys.path`. If another module has this name, it is one of ours, the same everywhere.
+    Its module has the name of the file, so that processes that a function starts can import it,
+    because they get `sys.path`. If another module has this name, use a name derived from the path.
     """
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     importlib.invalidate_caches()
     name = f"tba_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
-    with contextlib.suppress(ImportError, ValueError):  # no module's name, or a package has none
+    with contextlib.suppress(ImportError, ValueError):  # no module name, or no spec
         named = importlib.util.find_spec(path.stem)
         if named is not None and Path(str(named.origin)).resolve() == path:
             name = path.stem
@@ -408,9 +408,9 @@ def _from_file(path: Path, changed: int) -> ModuleType:
 def describe(
     name: str, make: Callable[[], Any], max_turns: int, deadline: float, judged: bool = True
 ) -> Tools:
-    """Return the tools of an environment, which the config calls `name`; ValueError if it has none.
+    """Return the tools of the environment `name` of the config. Raises ValueError if it has none.
 
-    An instance is made, because `make` may be a function.
+    Makes an instance, because `make` may be a function.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -428,7 +428,7 @@ def describe(
     for tool in [name for name in methods if name != "reset" and not name.startswith("_")]:
         try:
             schemas[tool] = get_json_schema(getattr(instance, tool))
-        except Exception as error:  # of several classes that transformers does not export
+        except Exception as error:  # transformers raises classes that it does not export
             raise ValueError(
                 f"{origin}: {error}; give {tool!r} type hints, and a docstring with a line for each"
                 " argument below `Args:`"
