@@ -89,7 +89,7 @@ class Result:
     def model(self, step: int | str | None = None) -> Any:
         """Return the trained model in fp32, for transformers, with any LoRA adapter merged.
 
-        By default from the newest checkpoint, else from that of a `step` or the "best" one (see
+        It is from the newest checkpoint, or from the one at `step`: a number, or "best" (see
         docs/tasks.md).
         """
         policy = read_config(self.folder).policy

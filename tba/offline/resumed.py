@@ -30,7 +30,7 @@ ALONE = "runtime.searchers = 0, so that nothing is left to train on; start a new
 def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, str]:
     """Return the checkpoint to resume, and a note on what happens to its samples.
 
-    The note is "" if they are kept. Raises ValueError for a change that the samples do not allow.
+    The note is "" if they are kept. Raises ValueError if a change makes the samples unusable.
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
@@ -152,7 +152,7 @@ def _rewards(
 
 
 def _answers(group: Group, setup: SearchSetup, text: Tokenizer) -> list[Answer | Verdict]:
-    """Return the answers of a stored group in the form that a search scores."""
+    """Return the answers of a stored group in the form that searches score."""
     answers = []
     for t in group.trajectories:
         answers.append(text.answer(t.tokens, t.finished, setup.sampling.stop, t.version))

@@ -1,8 +1,8 @@
 """Logged rollouts: reads a file of sessions into the replay buffer, and writes one from it.
 
-A row contains either messages, of which the assistant's are trained on; or a prompt (text or
-messages) and the whole answer; or tokens, against which texts are checked. Its `columns`, a table,
-are passed to reward functions when the row is rescored:
+A row contains messages, of which the assistant's are trained on; or a prompt (text or messages) and
+the whole answer; or tokens, against which texts are checked. Its `columns`, an object, are passed
+to reward functions when the row is rescored:
 
     {"messages": [...], "tools": [...], "reward": 1.0, "group": "question 7"}
     {"prompt": "1 + 1 =", "completion": "2", "reward": 1.0}
@@ -99,7 +99,7 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
                     raise ValueError("its columns differ from the first row of its group")
                 if samples + times > MOST:
                     raise ValueError(f"count is {times:,}; the rows may count {MOST:,} in all")
-            except Exception as error:  # a row may contain anything
+            except Exception as error:  # rows may contain anything
                 broken.append(f"row {number}: {_why(error)}"[:LONGEST_WHY])
                 continue
             samples += times
@@ -119,7 +119,7 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
 def with_reference(
     groups: Sequence[Group], setup: RunSetup, device: str, bf16: bool, tell: Callable[[str], None]
 ) -> list[Group]:
-    """Return rollouts with the reference's log-probs, also used as those of the sampling policy."""
+    """Return rollouts with the reference's log-probs, also used as the sampling policy's."""
     reference = setup.search_setup().reference(device, bf16)
     done: list[Group] = []
     while len(done) < len(groups):
