@@ -1,4 +1,4 @@
-"""Dry run of a config: all checks, the first prompts, reward calls, and memory needs."""
+"""Dry run of a config: all checks, the first prompts, reward calls, and memory use."""
 
 import json
 import re
@@ -53,8 +53,8 @@ def dry_run(
 ) -> tuple[dict[str, Any], list[str]]:
     """Check a config as a run does; return its tables, with defaults, and the lines to print.
 
-    Raises ValueError if the run would, or if the reward rejects every answer that is tried. No
-    weights are read for a run `planned` for another machine.
+    Raises ValueError if the run would, or if the reward rejects every answer tried. If the run is
+    `planned` for another machine, no weights are read.
     """
     setup = check(config, planned=planned)
     if resume is not None:
