@@ -58,8 +58,8 @@ class Chat:
     """A tokenizer's chat template, with tools.
 
     A template that describes tools also renders their calls and results. For other templates, the
-    system message describes the tools, and results are user messages. Raises ValueError if the
-    template does not support dialogues with tools.
+    system message describes the tools, and results are user messages. Raises ValueError if
+    dialogues with tools are not possible.
     """
 
     text: Tokenizer

@@ -75,7 +75,7 @@ async def _serve(
 
 
 def _targets(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Return a function that makes the program's first argument from a URL: the URL or a client."""
+    """Return a function that makes the program's first argument of a URL: itself, or a client."""
     if next(iter(inspect.signature(function).parameters), "") != "client":
         return str
     import openai

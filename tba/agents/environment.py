@@ -24,7 +24,7 @@ CHARACTERS = 16
 """Characters of a tool's result that are read for each token of `sampling.max_tokens`: more than
 a token contains."""
 LEAST = 1000
-"""Minimum limit on the characters of a result."""
+"""Lower bound of the limit on the characters of a result."""
 SHOWN = 200
 """Characters of a tool's result that an error message shows."""
 

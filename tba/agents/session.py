@@ -113,7 +113,7 @@ class Exchange:
 
     @cached_property
     def spoken(self) -> str:
-        """Text of the reply, including its special tokens except for the final one."""
+        """Text of the reply, with its special tokens except the one that ends it."""
         return self.asked.chat.text.decode(self.turn.tokens)
 
     @property

@@ -70,7 +70,7 @@ class Loads(Protocol):
     """A reward function, or a part of a task, that needs a model."""
 
     def load(self, device: str) -> None:
-        """Load models to the device, in a process that scores, before its first score."""
+        """Load models to the device, in a scoring process, before its first score."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Program:
     history: Literal["append", "template"]
     """How the policy sees the past: as its own tokens, or as the chat template renders it."""
     environment: Mapping[str, str]
-    """Environment variables, in addition to this process's variables that are not secret."""
+    """Environment variables, in addition to the non-secret ones of this process."""
 
 
 class Task(Scorer):
@@ -129,7 +129,7 @@ class Task(Scorer):
     """
 
     samples_again: ClassVar[bool] = False
-    """Whether evaluations sample from the training prompts, because there are no held-out ones."""
+    """Whether evaluations sample from the training prompts, because no others are held out."""
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
@@ -166,7 +166,7 @@ class Task(Scorer):
                     each.check()
 
     def load(self, device: str) -> None:
-        """Load models to the device, in a process that scores, before its first score."""
+        """Load models to the device, in a scoring process, before its first score."""
         for _, each in self.dependencies:
             if isinstance(each, Loads):
                 each.load(device)
