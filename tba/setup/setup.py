@@ -29,12 +29,12 @@ from tba.models.pretrained import (
     load_text,
 )
 from tba.prompt import Prompt
-from tba.runs.data import Data, read_data
 from tba.runs.folder import CONFIG
 from tba.runs.journal import check_log
 from tba.search.prompts import PromptStream, digest_of
 from tba.search.searcher import SearchSetup
 from tba.selections import Interleaved
+from tba.setup.data import Data, read_data
 from tba.setup.memory import Machine, MemoryEstimate, this_machine
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
