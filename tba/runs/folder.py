@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -146,9 +146,14 @@ def read_config(run: Path) -> Config:
 
 
 def read_evaluations(run: Path) -> list[dict[str, float]]:
+    """Return the scores of every evaluation of a run, in the order of their steps."""
+    return evaluations_in(read(run / METRICS))
+
+
+def evaluations_in(metrics: Iterable[Row]) -> list[dict[str, float]]:
     """Return the scores of every evaluation, sorted by step."""
     evaluations = []
-    for row in read(run / METRICS):
+    for row in metrics:
         scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
         errors = [scores[n] for n in ("sampled_stderr", "sampled_reward_stderr") if n in scores]
         if errors and "sampled_reward" in scores:

@@ -13,9 +13,9 @@ from tba.runs.folder import (
     LOCK,
     METRICS,
     SUMMARY,
+    evaluations_in,
     is_run,
     read,
-    read_evaluations,
     read_optional,
 )
 
@@ -46,8 +46,12 @@ class RunState:
         """The kind; for a running run, also the time since the last write and the time left."""
         if self.kind != "running":
             return self.kind
-        left = "" if self.left is None else f", {duration(self.left)} left"
-        return f"running, last written {duration(self.age)} ago{left}"
+        return f"running, last written {duration(self.age)} ago{self.remaining}"
+
+    @property
+    def remaining(self) -> str:
+        """The time left, after a comma; empty if it is not known."""
+        return "" if self.left is None else f", {duration(self.left)} left"
 
 
 def state_of(run: Path) -> RunState:
@@ -70,7 +74,7 @@ def state_of(run: Path) -> RunState:
         kind = "finished" if summary["finished"] else "stopped"
     file = run / METRICS
     age = time.time() - file.stat().st_mtime if file.is_file() else 0.0
-    evaluations = read_evaluations(run)
+    evaluations = evaluations_in(metrics)
     newest = evaluations[-1] if evaluations else {}
     score = newest.get("sampled_pass@1", newest.get("sampled_reward"))
     return RunState(kind, step, steps, age, left, score, newest.get("stderr"))
@@ -98,9 +102,8 @@ def table_of(folder: Path) -> list[str]:
     for name, state in sorted(states, key=lambda each: -each[1].age):
         of = f"{state.step:,}/{state.steps:,}" if state.steps else f"{state.step:,}"
         score = "" if state.score is None else f"{state.score:.3f} ± {state.stderr:.3f}"
-        left = "" if state.left is None else f", {duration(state.left)} left"
         row = f"{name:<{width}}  {state.kind:<8}  {of:>15}  {score:>13}  {duration(state.age)}"
-        lines.append(row + left)
+        lines.append(row + state.remaining)
     return lines
 
 

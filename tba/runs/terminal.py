@@ -89,7 +89,7 @@ class Terminal(Console):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
-        self._metrics = {"step": step, **metrics}
+        self._metrics = metrics
         self._times.append((step, now))
         if step in (1, self._steps) or now - self._last_line >= self.EVERY:
             self._last_line = now
@@ -127,9 +127,8 @@ class Terminal(Console):
         seconds = now - self._doing_since
         if not self._times:
             return _fitting([f"{self._doing} …" if self._doing else "", _clock(seconds)])
-        step = self._metrics["step"]
-        parts = [f"step {step:,}/{self._steps:,}"]
         (first, began), (last, ended) = self._times[0], self._times[-1]
+        parts = [f"step {last:,}/{self._steps:,}"]
         if last > first:
             each = (ended - began) / (last - first)
             parts += [f"{each:.2g} s/step", f"ETA {_clock(each * (self._steps - last))}"]
