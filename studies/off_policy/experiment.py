@@ -7,8 +7,9 @@ Stages:
    `wider` times.
 2. schedules: the best two rates of each again, with linear decay. Here, too, a best one at the edge
    of those tried is followed by the next: with decay, higher rates are best.
-3. table: the best rate and schedule of each, with other seeds, and prompts that the search has not
-   seen.
+3. betas: the best of each that has a beta, again with other betas; where another is best, the rates
+   next to its own follow, with that beta.
+4. table: the best settings of each, with other seeds, and prompts that the search has not seen.
 
 The score of a run is the mean of its last three evaluations; a run that failed has 0. The rows of
 an objective under a condition are written to rows/NAME.json as soon as its runs have ended, and are
@@ -20,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
@@ -35,7 +36,9 @@ ROWS = HERE / "rows"
 RUNS = Path("runs/off_policy")
 RATES = (3e-6, 1e-5, 3e-5, 1e-4, 3e-4)
 SERIES = (1e-7, 3e-7, 1e-6, *RATES, 1e-3, 3e-3, 1e-2)
-"""Rates to widen a grid with."""
+BETAS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+ALONG = {"rate": SERIES, "beta": BETAS}
+"""Values to widen a grid with."""
 EVALUATIONS = 3
 SEARCHED = "†"
 """Mark of a score from the seeds of the search, where those of the table have not run."""
@@ -50,16 +53,23 @@ Condition = int | str
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run: an objective under a condition, with a rate and a schedule."""
+    """What is run: an objective under a condition, with a rate, a schedule and a beta."""
 
     objective: str
     condition: Condition
     rate: float
     schedule: str = "constant"
+    beta: float | None = None
+    """None for that of the objective's settings."""
+
+    @property
+    def cell(self) -> tuple[str, Condition]:
+        return self.objective, self.condition
 
     @property
     def label(self) -> str:
-        return f"{self.objective}, {self.condition}, {self.rate:g}, {self.schedule}"
+        beta = "" if self.beta is None else f", beta {self.beta:g}"
+        return f"{self.objective}{beta}, {self.condition}, {self.rate:g}, {self.schedule}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class Experiment:
     search_seeds: Sequence[int] = (100, 101)
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
     schedules: bool = True
+    betas: Sequence[float] = ()
+    """Betas that are tried of objectives whose settings have one."""
     wider: int = 2
     new_prompts: bool = False
     """Whether each run of the table draws its own prompts, by its seed (`task.seed`)."""
@@ -108,21 +120,51 @@ class Experiment:
                 for setting in self.ranked(tried, *cell)[:2]
             ]
             tried += self.search("schedules", second)
+        tried += self.by_turns(tried)
         best = [self.ranked(tried, *cell)[0] for cell in self.cells()]
         self.run("table", best, self.seeds)
 
-    def search(self, stage: str, settings: Sequence[Setting]) -> list[Row]:
-        """Run settings in a stage, and what is beyond the edge; return the rows."""
+    def by_turns(self, known: Sequence[Row]) -> list[Row]:
+        """Search beta at the best rate and schedule, and then the rate at a better beta."""
+        cells = [c for c in self.cells() if "objective.beta" in self.objectives[c[0]]]
+        best = [self.ranked(known, *cell)[0] for cell in cells]
+        betas = [replace(s, beta=b) for s in best for b in self.betas if b != self.beta_of(s)]
+        rows = self.search("betas", betas, "beta", known)
+        better = [self.ranked([*known, *rows], *cell)[0] for cell in cells]
+        near = [
+            replace(setting, rate=rate)
+            for setting in better
+            if setting.beta is not None
+            for rate in beside(setting.rate, SERIES)
+        ]
+        return rows + self.search("betas", near, "rate", [*known, *rows])
+
+    def beta_of(self, setting: Setting) -> float:
+        own: float = self.objectives[setting.objective].get("objective.beta", 0.0)
+        return own if setting.beta is None else setting.beta
+
+    def search(
+        self,
+        stage: str,
+        settings: Sequence[Setting],
+        along: str = "rate",
+        known: Sequence[Row] = (),
+    ) -> list[Row]:
+        """Run settings in a stage, and what is beyond the edge; return the rows.
+
+        A grid goes along rates or betas, and has what is `known` of the same objective, too.
+        """
         tried = list(settings)
         rows = self.run(stage, tried, self.search_seeds)
+        cells = [cell for cell in self.cells() if cell in {s.cell for s in settings}]
         for _ in range(self.wider):
-            further = self.beyond(rows)
+            further = self.beyond([*known, *rows], along, cells)
             if not further:
                 break
             tried += further
             rows = self.run(stage, tried, self.search_seeds)
-        for setting in self.beyond(rows):
-            print(f"{setting.label}: the best rate is still at the edge of those tried")
+        for setting in self.beyond([*known, *rows], along, cells):
+            print(f"{setting.label}: the best {along} is still at the edge of those tried")
         return rows
 
     def run(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
@@ -130,7 +172,7 @@ class Experiment:
         rows = self.known()
         has = {(row["stage"], key_of(row), row["seed"]) for row in rows}
         for cell in self.cells():
-            own = [s for s in settings if (s.objective, s.condition) == cell]
+            own = [s for s in settings if s.cell == cell]
             missing = [
                 s for s in own if any((stage, key_of(asdict(s)), n) not in has for n in seeds)
             ]
@@ -192,6 +234,7 @@ class Experiment:
                 **self.conditions[setting.condition],
                 "trainer.learning_rate": setting.rate,
                 "trainer.schedule": setting.schedule,
+                **({} if setting.beta is None else {"objective.beta": setting.beta}),
             }
             pairs = ", ".join(f'"{key}" = {json.dumps(value)}' for key, value in given.items())
             lines.append(f"    {{ {pairs} }},")
@@ -199,32 +242,36 @@ class Experiment:
 
     def means(
         self, rows: Sequence[Row], objective: str, condition: Condition
-    ) -> dict[tuple[float, str], float]:
-        """Return the mean score of each rate and schedule that was tried, over seeds."""
-        scores: dict[tuple[float, str], list[float]] = {}
+    ) -> dict[Setting, float]:
+        """Return the mean score of what was tried in a cell, over seeds."""
+        scores: dict[Setting, list[float]] = {}
         for row in rows:
             if (row["objective"], row["condition"]) == (objective, condition):
-                scores.setdefault((row["rate"], row["schedule"]), []).append(row[self.compared_by])
-        return {key: fmean(values) for key, values in scores.items()}
+                scores.setdefault(Setting(*key_of(row)), []).append(row[self.compared_by])
+        return {setting: fmean(values) for setting, values in scores.items()}
 
     def ranked(self, rows: Sequence[Row], objective: str, condition: Condition) -> list[Setting]:
         """Return what was tried in a cell, the best first; of equals the lowest rate."""
         found = self.means(rows, objective, condition)
-        order = sorted(found, key=lambda key: (-found[key], key))
-        return [Setting(objective, condition, rate, schedule) for rate, schedule in order]
+        return sorted(found, key=lambda s: (-found[s], s.rate, s.schedule, self.beta_of(s)))
 
-    def beyond(self, rows: Sequence[Row]) -> list[Setting]:
-        """Return the next rates of cells whose best rate is at the edge of those tried."""
+    def beyond(
+        self, rows: Sequence[Row], along: str, cells: Sequence[tuple[str, Condition]]
+    ) -> list[Setting]:
+        """Return the next rates, or betas, of cells whose best is at the edge of those tried."""
         further = []
-        for objective, condition in self.cells():
-            best = self.ranked(rows, objective, condition)[0]
-            tried = [rate for rate, _ in self.means(rows, objective, condition)]
-            place = SERIES.index(best.rate)
-            if best.rate == min(tried) and place > 0:
-                further.append(replace(best, rate=SERIES[place - 1]))
-            if best.rate == max(tried) and place < len(SERIES) - 1:
-                further.append(replace(best, rate=SERIES[place + 1]))
+        for cell in cells:
+            best, *others = self.ranked(rows, *cell)
+            line = [s for s in others if replace(s, **{along: 0}) == replace(best, **{along: 0})]
+            tried = [self.value(setting, along) for setting in line]
+            place = self.value(best, along)
+            for value in beside(place, ALONG[along]):
+                if not any((other < place) == (value < place) for other in tried):
+                    further.append(replace(best, **{along: value}))
         return further
+
+    def value(self, setting: Setting, along: str) -> float:
+        return self.beta_of(setting) if along == "beta" else setting.rate
 
     def known(self) -> list[Row]:
         """Return the rows that are there; empty before the first run."""
@@ -265,7 +312,9 @@ class Experiment:
         scores = [100 * row["score"] for row in own]
         error = f" ± {stdev(scores) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
         mark = "" if own[0]["stage"] == "table" else f" {SEARCHED}"
-        details = [f"{own[0]['rate']:g} {own[0]['schedule']}"]
+        best = Setting(*key_of(own[0]))
+        details = [f"{best.rate:g} {best.schedule}"]
+        details += [] if best.beta is None else [f"beta {best.beta:g}"]
         for name in self.details:
             known = [row[name] for row in own if row.get(name) is not None]
             details += [f"{name} {fmean(known):.2f}"] if known else []
@@ -276,18 +325,30 @@ class Experiment:
     def count(self) -> str:
         """Return the number of runs of each stage, and the hours that they take."""
         number = len(self.cells())
-        rates = number * len(self.rates) * len(self.search_seeds)
-        schedules = number * 2 * len(self.search_seeds) if self.schedules else 0
-        total = rates + schedules + number * len(self.seeds)
-        widened = self.wider * (1 + self.schedules)
-        most = total + number * widened * len(self.search_seeds)
-        hours, longest = (runs * self.seconds / CORES / 3600 for runs in (total, most))
+        with_beta = sum("objective.beta" in self.objectives[name] for name, _ in self.cells())
+        tuned = with_beta if self.betas else 0
+        tried = {
+            "for rates": number * len(self.rates),
+            "for schedules": number * 2 if self.schedules else 0,
+            "for betas": tuned * (len(self.betas) + 2),
+        }
+        runs = {stage: n * len(self.search_seeds) for stage, n in tried.items() if n}
+        runs["for the table"] = number * len(self.seeds)
+        total = sum(runs.values())
+        grids = number * (1 + self.schedules) + 2 * tuned
+        most = total + grids * self.wider * len(self.search_seeds)
+        hours, longest = (n * self.seconds / CORES / 3600 for n in (total, most))
+        stages = ", ".join(f"{n} {stage}" for stage, n in runs.items())
         return (
-            f"{self.name}: {rates} runs for rates, {schedules} for schedules,"
-            f" {number * len(self.seeds)} for the table: {total} runs, about {hours:.1f} hours on"
-            f" two cores; {most} runs and {longest:.1f} hours if every grid is widened"
-            f" {self.wider} times"
+            f"{self.name}: {total} runs ({stages}), about {hours:.1f} hours on two cores; {most}"
+            f" runs and {longest:.1f} hours if every grid is widened {self.wider} times"
         )
+
+
+def beside(value: float, series: Sequence[float]) -> list[float]:
+    """Return the next value below and the next one above, where there are any."""
+    lower = [other for other in series if other < value]
+    return [*lower[-1:], *[other for other in series if other > value][:1]]
 
 
 def label_of(setting: Setting, seed: int) -> str:
@@ -295,7 +356,9 @@ def label_of(setting: Setting, seed: int) -> str:
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("objective", "condition", "rate", "schedule"))
+    """Return the values of a setting; rows from before the search of beta have none."""
+    names = [each.name for each in fields(Setting)]
+    return tuple(row.get(name) for name in names)
 
 
 def rounded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The study of stale data: each objective at each lag, at its own best rate and schedule.
+"""The study of stale data: each objective at each lag, at its own best settings.
 
     python studies/off_policy/stages.py            # `make study`; runs what rows/lags.json lacks
     python studies/off_policy/stages.py --count    # only the number of runs, and the time
@@ -19,10 +19,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 OBJECTIVES = {
     "tb": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "none"},
     "tb tapered": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "residual"},
+    "tb reward": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "reward"},
+    "tb shift": {"objective.use": "tb", "objective.beta": 0.1, "objective.shift": 0.5},
     "tba_prime": {"objective.use": "tba_prime", "objective.beta": 0.1},
     "rloo": {"objective.use": "rloo", "objective.beta": 0.1},
     "grpo": {"objective.use": "grpo", "objective.beta": 0.04},
-    "dr_grpo": {"objective.use": "dr_grpo"},
+    "dr_grpo": {"objective.use": "dr_grpo", "objective.beta": 0.0},
     "ppo": {"objective.use": "ppo", "objective.beta": 0.1, "objective.whiten": True},
     "oapl": {"objective.use": "oapl"},
     "m2po": {"objective.use": "m2po"},
@@ -36,6 +38,7 @@ LAGS = Experiment(
     objectives=OBJECTIVES,
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16, 64, 256)},
     seconds=14,
+    betas=(0.01, 0.03),
     new_prompts=True,
     wider=3,
 )
@@ -52,8 +55,7 @@ def draw(lags: Experiment) -> None:
     from matplotlib import pyplot
 
     conditions = list(lags.conditions)
-    twelve = (*pyplot.get_cmap("tab10").colors, "black", "gold")
-    colors = dict(zip(lags.objectives, twelve, strict=True))
+    colors = dict(zip(lags.objectives, pyplot.get_cmap("tab20").colors, strict=False))
     cells = {(objective, lag): rows for objective, lag, rows in lags.final()}
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for objective, color in colors.items():
@@ -73,7 +75,11 @@ def draw(lags: Experiment) -> None:
         for objective, color in colors.items():
             found = lags.means(tried, objective, lag)
             for schedule, style in (("constant", "-"), ("linear", ":")):
-                points = sorted((r, score) for (r, s), score in found.items() if s == schedule)
+                points = sorted(
+                    (setting.rate, score)
+                    for setting, score in found.items()
+                    if setting.schedule == schedule and setting.beta is None
+                )
                 label = objective if schedule == "constant" else None
                 axis.plot(*zip(*points, strict=True), style, marker=".", color=color, label=label)
         axis.set(xscale="log", xlabel="learning rate", title=f"lag {lag}")

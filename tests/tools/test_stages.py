@@ -56,7 +56,7 @@ def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_pat
     file.write_text(experiment.text("rates", tmp_path, settings, experiment.search_seeds))
     study = read_study(file)
     assert len(study.trials) == len(settings) * len(experiment.search_seeds)
-    assert f": {len(study.trials)} runs for rates" in experiment.count()
+    assert f"({len(study.trials)} for rates, " in experiment.count()
     labels = {trial.axes["variant"] for trial in study.trials}
     assert labels == {f"{s.label}, seed {n}" for s in settings for n in experiment.search_seeds}
     for trial in study.trials[::11]:
@@ -79,9 +79,10 @@ def test_the_table_is_of_other_prompts_than_the_search(experiments, tmp_path):
         assert seeds == ([3, 5] if stage == "table" else [0, 0])
 
 
-def test_the_study_has_twelve_objectives_at_five_lags_and_five_rates(experiments):
+def test_the_study_has_fourteen_objectives_at_five_lags_and_five_rates(experiments):
+    """Nine have a beta, of which two others are tried, and two rates again with the best one."""
     count = experiments["lags"].count()
-    assert "600 runs for rates, 240 for schedules, 300 for the table: 1140 runs" in count
+    assert "1690 runs (700 for rates, 280 for schedules, 360 for betas, 350 for the table)" in count
 
 
 def test_a_seed_that_is_added_is_one_more_row(small, monkeypatch, tmp_path):
@@ -133,7 +134,7 @@ def test_a_best_rate_at_the_edge_widens_the_grid(small):
     rows = []
     for objective, best in (("tb", 3e-6), ("rloo", 3e-4), ("grpo", 3e-5)):
         rows += [row(objective, 0, rate, float(rate == best)) for rate in one.rates]
-    found = [(s.objective, s.rate, s.schedule) for s in one.beyond(rows)]
+    found = [(s.objective, s.rate, s.schedule) for s in one.beyond(rows, "rate", one.cells())]
     assert found == [("tb", 1e-6, "constant"), ("rloo", 1e-3, "constant")]
 
 
@@ -152,6 +153,38 @@ def test_decay_is_tried_at_higher_rates_until_it_is_no_longer_better(small, monk
     one.carry_out()
     assert asked["schedules"] == [3e-5, 1e-5, 1e-4, 3e-4, 1e-3]
     assert asked["table"] == [3e-4]
+
+
+def test_beta_is_searched_at_the_best_rate_and_the_rate_again_at_a_better_beta(small, monkeypatch):
+    """An objective without beta, and one whose own beta is best, are not run again."""
+    objectives = {"tb": {"objective.beta": 0.1}, "rloo": {"objective.beta": 0.1}, "raft": {}}
+    one = replace(small, objectives=objectives, conditions={0: {}}, betas=(0.01, 0.03))
+    best = {"tb": (1e-4, 0.003), "rloo": (3e-5, 0.1), "raft": (3e-5, 0.0)}
+    asked = []
+
+    def run(self: Any, stage: str, settings: list[Any], seeds: Any) -> list[dict[str, Any]]:
+        asked.extend(s for s in settings if stage == "betas" and s not in asked)
+        found = []
+        for s in settings:
+            rate, beta = best[s.objective]
+            far = abs(np.log(s.rate / rate)) + abs(np.log((self.beta_of(s) + 1) / (beta + 1)))
+            line = {"schedule": s.schedule, "beta": s.beta}
+            found.append(row(s.objective, 0, s.rate, -far, stage=stage, **line))
+        return found
+
+    monkeypatch.setattr(type(one), "run", run)
+    tried = one.by_turns(one.run("rates", [setting(*c, 3e-5) for c in one.cells()], (0,)))
+    tb = [(s.rate, s.beta) for s in asked if s.objective == "tb"]
+    first = [(3e-5, beta) for beta in (0.01, 0.03, 0.003, 0.001)]
+    assert tb == [*first, (1e-5, 0.003), (1e-4, 0.003), (3e-4, 0.003)]
+    assert [s.beta for s in asked if s.objective == "rloo"] == [0.01, 0.03, 0.3]
+    assert not any(s.objective == "raft" for s in asked)
+    ranked = one.ranked(tried, "tb", 0)[0]
+    assert (ranked.rate, ranked.beta, ranked.label) == (
+        1e-4,
+        0.003,
+        "tb, beta 0.003, 0, 0.0001, constant",
+    )
 
 
 def test_the_table_has_each_objective_under_each_condition(small, monkeypatch, tmp_path):
