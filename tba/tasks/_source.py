@@ -12,7 +12,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from hashlib import file_digest, sha256
 from importlib.util import find_spec
 from itertools import accumulate, product
@@ -189,9 +189,15 @@ def _module(name: str) -> Any:
 
 
 def _of_file(name: str, file: Path) -> Any:
-    if name.partition(".")[0] in OURS or {"site-packages", "dist-packages"} & {*file.parts}:
+    if name.partition(".")[0] in OURS or any(map(_is_of_packages, file.parents)):
         return name
     return _content(file) if file.name else None
+
+
+@cache
+def _is_of_packages(folder: Path) -> bool:
+    """Return whether pip installs into a folder: `site-packages`, or that of `--target`."""
+    return any(folder.glob("*.dist-info"))
 
 
 def _content(file: Path) -> Any:
@@ -202,7 +208,7 @@ def _content(file: Path) -> Any:
     texts: dict[Path, str] = {}
     left = [file.resolve()]
     for path in left:  # the list grows during the loop
-        texts[path] = ast.unparse(ast.parse(path.read_bytes()))
+        texts[path] = _code(path.read_bytes())
         for dots, start, names in IMPORT.findall(texts[path]):
             for name in names.split(", "):
                 parts = f"{start}.{name.split()[0]}".strip(".").split(".")
@@ -211,3 +217,11 @@ def _content(file: Path) -> Any:
                 near = (folder / f"{stem}{end}.py" for folder, stem, end in ends)
                 left += [each for each in near if each.is_file() and each not in left]
     return [*texts.values()]
+
+
+def _code(source: bytes) -> str:
+    """Return code without its comments and layout, or as it is where Python cannot read it."""
+    try:
+        return ast.unparse(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError):  # the last: an expression of 1,000 terms
+        return source.decode(errors="replace")

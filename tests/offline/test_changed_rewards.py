@@ -314,6 +314,16 @@ def test_what_a_function_of_a_script_does_counts(case):
     assert counted(text) == counted(f"# a comment\n\n{text}") != counted(head + new + tail)
 
 
+@pytest.mark.parametrize("helper", ["def (", "x = " + "1 + " * 2000 + "1", "x = '\0'"])
+def test_a_neighbour_that_python_cannot_read_counts_as_it_is(user, helper):
+    """Nobody may import it: a file of another version of Python, or a table of constants."""
+    (user / "helper.py").write_text(helper)
+    before = source(reward="reward.py:ones")
+    assert source(reward="reward.py:ones") == before
+    (user / "helper.py").write_text(helper + "  # 2")
+    assert changed(source(reward="reward.py:ones"), before) == ["task.reward"]
+
+
 def test_the_file_counts_that_a_function_of_a_script_imports_when_it_is_called(user):
     (user / "later.py").write_text("value = 1\n")
 
