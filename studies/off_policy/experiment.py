@@ -8,7 +8,7 @@ Stages:
 2. schedules: the best two rates of each again, with linear decay. Here, too, a best one at the edge
    of those tried is followed by the next: with decay, higher rates are best.
 3. betas: the best of each that has a beta, again with other betas; where another is best, the rates
-   next to its own follow, with that beta.
+   next to its own follow with that beta, and the other schedule.
 4. table: the best settings of each, with other seeds, and prompts that the search has not seen.
 
 The score of a run is the mean of its last three evaluations; a run that failed has 0. The rows of
@@ -125,18 +125,20 @@ class Experiment:
         self.run("table", best, self.seeds)
 
     def by_turns(self, known: Sequence[Row]) -> list[Row]:
-        """Search beta at the best rate and schedule, and then the rate at a better beta."""
+        """Search beta at the best rate and schedule, and then both at a better beta."""
         cells = [c for c in self.cells() if "objective.beta" in self.objectives[c[0]]]
         best = [self.ranked(known, *cell)[0] for cell in cells]
         betas = [replace(s, beta=b) for s in best for b in self.betas if b != self.beta_of(s)]
         rows = self.search("betas", betas, "beta", known)
         better = [self.ranked([*known, *rows], *cell)[0] for cell in cells]
         near = [
-            replace(setting, rate=rate)
+            replace(setting, rate=rate, schedule=schedule)
             for setting in better
             if setting.beta is not None
-            for rate in beside(setting.rate, SERIES)
+            for rate in (*beside(setting.rate, SERIES), setting.rate)
+            for schedule in ("constant", "linear")
         ]
+        near = [setting for setting in near if setting not in better]
         return rows + self.search("betas", near, "rate", [*known, *rows])
 
     def beta_of(self, setting: Setting) -> float:
@@ -330,7 +332,7 @@ class Experiment:
         tried = {
             "for rates": number * len(self.rates),
             "for schedules": number * 2 if self.schedules else 0,
-            "for betas": tuned * (len(self.betas) + 2),
+            "for betas": tuned * (len(self.betas) + 5),
         }
         runs = {stage: n * len(self.search_seeds) for stage, n in tried.items() if n}
         runs["for the table"] = number * len(self.seeds)
