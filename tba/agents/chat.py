@@ -362,7 +362,8 @@ def _read(written: str) -> Call:
     """Parse the call between the tags."""
     try:
         call = json.loads(written)
-        json.dumps(call, allow_nan=False)  # other parsers reject Infinity
+        # other parsers reject Infinity, and tokenizers half of a character
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
         return _call({"function": call})
     except (ValueError, RecursionError) as error:
         return Call(error=f"{error}; write {FORM}")
@@ -371,8 +372,8 @@ def _read(written: str) -> Call:
 def _call(given: Any) -> Call:
     """Return the call of a dict in the form that chat templates use."""
     match given:
-        case {"function": {"name": str(name), "arguments": dict(arguments)}}:
-            return Call(name, arguments)
-        case {"function": {"name": str(name), **rest}} if "arguments" not in rest:
-            return Call(name)
+        case {"function": {"name": str(name), **rest}}:
+            arguments = rest.get("arguments", rest.get("parameters", {}))
+            if isinstance(arguments, dict):
+                return Call(name, arguments)
     return Call(error=f"a call is not of the form {FORM}")

@@ -211,7 +211,8 @@ class Session:
             now = squeezed(rendered)
             shown = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
             earlier = [e for e, then in zip(earlier, shown, strict=True) if now.startswith(then)]
-        return max(earlier, key=lambda exchange: len(exchange.said), default=None)
+        # a reply of white space does not change what is said
+        return max(earlier, key=lambda each: (len(each.said), len(each.path)), default=None)
 
 
 @dataclass(eq=False)

@@ -174,7 +174,7 @@ def _logprobs(text: Tokenizer, turn: Completion, stop: Sequence[str]) -> list[di
     pieces = [b"" if token in text.eos_ids else _bytes(text, token) for token in ids]
     whole = b"".join(pieces)
     # some tokenizers drop a space at the beginning
-    start = max(0, whole.decode(errors="replace").find(text.decode(turn.tokens)))
+    start = max(0, whole.decode(errors="replace").rfind(text.decode(turn.tokens)))
     ends = [place for s in stop if (place := whole.find(s.encode(), start)) >= 0]
     end = min(ends, default=len(whole))
     content = []

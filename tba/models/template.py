@@ -31,6 +31,10 @@ Roles = Container[str] | None
 """Roles of messages that must be shown in full; None: all."""
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a call that were JSON, where null is a value."""
+
+
 def decoded(value: Any) -> Any:
     """Return the table or the list in a JSON text; any other value unchanged."""
     with suppress(ValueError, RecursionError):
@@ -41,7 +45,7 @@ def decoded(value: Any) -> Any:
 
 def without_nulls(value: Any) -> Any:
     """Return a JSON value without keys whose value is null, which Parquet adds."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not isinstance(value, Arguments):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
@@ -82,9 +86,11 @@ def normalised(message: Any) -> dict[str, Any]:
 def _call(call: Any) -> dict[str, Any]:
     match call := decoded(call):
         case {"function": {"name": str(name), **given}} | {"name": str(name), **given}:
-            arguments = decoded(given.get("arguments", given.get("parameters")) or {})
+            written = given.get("arguments", given.get("parameters")) or {}
+            arguments = decoded(written)
             if not isinstance(arguments, dict):
                 raise ValueError(f"arguments of a call of {name!r} must be the JSON of a table")
+            arguments = Arguments(arguments) if isinstance(written, str) else arguments
             own = {"id": call["id"]} if "id" in call else {}
             return {"type": "function", **own, "function": {"name": name, "arguments": arguments}}
     raise ValueError(f"a call of a tool cannot be read, {call!r}: give it a function with a name")

@@ -7,8 +7,8 @@ from unicodedata import normalize
 
 CHARACTERS = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}  # fullwidth forms of ASCII
 CHARACTERS |= str.maketrans("−﹣‐‑٫٬٪", "----.,%")
-COMPOSED = re.compile(r"(\d\s*)?([¼-¾⅐-⅞])|([⁺⁻⁰¹²³⁴-⁹]+)")
-"""A single-character fraction, optionally after a whole number, or an exponent."""
+COMPOSED = re.compile(r"(\d\s*)?([¼-¾⅐-⅞])|([⁺⁻⁰¹²³⁴-⁹]+)|([₀-₉]+)")
+"""A single-character fraction, optionally after a whole number, an exponent, or an index."""
 NOTATIONS = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -99,16 +99,21 @@ def whole_number(text: str) -> Number | None:
     return None if match is None else _number(match)
 
 
-def _plain(text: str) -> str:
-    """Rewrite the numbers in the text in the notation that NUMBER matches."""
+def composed(text: str) -> str:
+    """Replace characters for fractions, exponents and indices: 1⁄2 for ½."""
 
-    def composed(match: re.Match[str]) -> str:
-        before, fraction, exponent = match.groups()
-        if exponent:
-            return "^" + normalize("NFKC", exponent)
+    def plain(match: re.Match[str]) -> str:
+        before, fraction, power, index = match.groups()
+        if fraction is None:
+            return ("^" if power else "_") + f"{{{normalize('NFKC', power or index)}}}"
         return (f"{before[0]} " if before else "") + normalize("NFKC", fraction)
 
-    text = COMPOSED.sub(composed, text).translate(CHARACTERS)
+    return COMPOSED.sub(plain, text)
+
+
+def _plain(text: str) -> str:
+    """Rewrite the numbers in the text in the notation that NUMBER matches."""
+    text = composed(text).translate(CHARACTERS)
     for pattern, plain in NOTATIONS:
         text = pattern.sub(plain, text)
     return text

@@ -13,7 +13,7 @@ from typing import Any
 
 from tba.prompt import Prompt
 from tba.tasks._data import Rows, rows
-from tba.tasks._numbers import whole_number
+from tba.tasks._numbers import composed, whole_number
 from tba.tasks._rendering import Problems
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -28,11 +28,44 @@ WORDS = re.compile(TEXT.pattern + r"(?:\s*\^\s*\{?[+-]?\d+\}?)?")
 """A unit, optionally with a power, or other words."""
 MARK = re.compile(r"(?<=\d)_\{?(\d+)\}?|\b([ap])\.?m\b", re.IGNORECASE)
 """The base of a number, or a.m./p.m.: math-verify ignores both."""
-NOT_ONE = re.compile(r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d", re.IGNORECASE)
-"""An invalid right answer: empty, or several; in MATH, such words are within \\text{...}."""
-PROSE = re.compile(r"(\\[A-Za-z]+(?:\s*\{[^{}\\]*\})*|minus|negative)|\b[A-Za-z]{4,}\b(?![({])")
-"""A word that a response would leave out of its box, or (group 1) text that must stay in it."""
-UNIT = re.compile(r"(?<=\d) ?(?:k?m/[hs]|(?:[ckm]m|ft|in|yd|mi)(?:\^?\{?[23]\}?)?)$")
+NOT_ONE = re.compile(
+    r"^\s*(?:none|null|nan|n/?a|\d+ \d\d?)\s*$|\bor\b|\d\.\d*\.\d|^\s*(?:\[\s*\[|\{['\"])",
+    re.IGNORECASE,
+)
+"""An invalid right answer: empty, several, or code; in MATH, such words are within \\text{...}."""
+UNIT = r"(?:[kcm]?m|m[Ll]|[km]?g|ft|in|yd|mi|lbs?|oz|hr?s?|min|sec|mph|s|°[CF]|(?<= )[LNJWVAK])"
+PROSE = re.compile(
+    r"(\\[A-Za-z]+(?:\s*\{[^{}\\]*\})*|minus|negative|infinity|[mb]illion|thousand|per ?cent\w*)|"
+    rf"(?<=\d) ?(?:(?:sq\.?|cu\.?|square|cubic) )?{UNIT}(?:/{UNIT})?"
+    r"(?:\^?\{?[23]\}?)?(?![\w^])\.?|"
+    r"\b(?:[A-Za-z]{4,}|(?i:the|an|and|or|to|of|per|for|is|no|rs|us|[ap]\.?m))\b\.?:?(?![({])|"
+    r"\([A-Za-z ]{4,}\)|(?<=\d )[A-Za-z]{3}\b"
+)
+"""A word or a unit that is not in \\text{...}, or (group 1) what is not to be put there."""
+NOTATIONS = tuple(
+    (re.compile(pattern), latex)
+    for pattern, latex in (
+        (r"^\(?[A-Ha-h]\)\s+(?=[\d\\$])|^(?:≈|\\approx|\\sim|#)\s*|(?<!\.)\.$|(?<!\\)\\$|\\!", ""),
+        (r"(?<=\d)\s*\^?\{?\\(?:text\w*|mathrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\}?", ""),  # 4th
+        (r"(?<=\d)(?:\^?\{(?:st|nd|rd|th)\}|\^?(?:st|nd|rd|th)\b)", ""),
+        (r",\s*(?:and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})", ","),
+        (r"(?<![\\A-Za-z])((?:arc)?(?:sin|cos|tan|cot)|exp|ln|log)(?=[ (^_\d])", r"\\\1"),
+        (r"√\s*(?:\(([^()]*)\)|(\d+|\w))", r"\\sqrt{\1\2}"),
+        (r"∞|(?<![\w\\])oo\b", r"\\infty "),
+        (r"∅|\\varnothing", r"\\emptyset "),
+        (r"(?<=[\])])\s*U\s*(?=[\[(])", r"\\cup "),
+        (r"\\([gl]e)q(?:slant)?\b", r"\\\1 "),
+        (r"≥|>=", r"\\ge "),
+        (r"≤|<=", r"\\le "),
+        (r"·", r"\\cdot "),
+        (r"\*\*", "^"),
+        (r"\+/?-", r"\\pm "),
+        (r"\.{3}|…", r"\\ldots "),
+        (r"(?<=\d)\s*['′]\s*(?=\d\d?(?!\d))", r"\\text{ ft }"),
+        (r"^(\d+)\s*(?:[-–—]+|\\text\{\s*(?:[-–]+|to)\s*\})\s*(\d+)$", r"\1\\text{ to }\2"),
+    )
+)
+"""Notations of plain text, and how LaTeX writes them."""
 PERCENT = re.compile(r"\\?%\s*$")
 SECONDS = 3
 """Time limit of math-verify, an integer, for parsing an expression and for comparing two."""
@@ -64,11 +97,18 @@ def equal(gold: str, answer: str) -> bool | None:
         raise RuntimeError(
             "math-verify only works in the main thread of a process; set reward.isolate=process"
         )
+    gold, answer = _as_latex(gold), _as_latex(answer)
     texts = [" ".join(TEXT.sub(r"\1", text).split()) for text in (gold, answer)]
     marks = ["".join(map("".join, MARK.findall(text.lower()))) for text in texts]
     if texts[0] == texts[1] or (all(marks) and marks[0] != marks[1]):
         return texts[0] == texts[1]
-    parts = _parts(gold), _parts(answer)
+    whole = _parts(gold), _parts(answer)
+    has_words = [WORDS.search(text) is not None for text in (gold, answer)]
+    if len(whole[0]) == len(whole[1]) == 1 and has_words[0] != has_words[1]:
+        return equal(whole[0][0], whole[1][0])
+    if all((*whole, *has_words)) and not re.search(r"[\d\\]", "".join(whole[0] + whole[1])):
+        return False  # `n is even` and `n is prime`
+    parts = [[part for part in each if re.search(r"\d", part)] for each in whole]
     if max(map(len, parts)) > 1:
         if len(parts[0]) != len(parts[1]):
             return False
@@ -87,14 +127,22 @@ def equal(gold: str, answer: str) -> bool | None:
     return without or (None if same is None else without)
 
 
+def _as_latex(text: str) -> str:
+    """Return an answer as it is written in LaTeX, with its words in \\text{...}."""
+    text = composed(text.strip("*`~ "))
+    for pattern, latex in NOTATIONS:
+        text = pattern.sub(latex, text)
+    return PROSE.sub(lambda prose: prose[1] or f"\\text{{{prose[0]}}}", text)
+
+
 def _parts(text: str) -> list[str]:
-    """Return the parts with digits between the words of an answer: 3 and 4 for 3 feet 4 inches.
+    """Return the parts between the words of an answer: 3 and 4 for 3 feet 4 inches.
 
     math-verify stops at the first unit. The words `and` and `or` become commas for it.
     """
     text = WORDS.sub(lambda words: "," if words[1].strip() in ("and", "or") else "\0", text)
-    parts = [part.lstrip(" ~,;").rstrip(" ~,;\\") for part in text.split("\0")]
-    return [part for part in parts if re.search(r"\d", part)]
+    parts = [part.lstrip(" ~,;:").rstrip(" ~,;\\") for part in text.split("\0")]
+    return list(filter(None, parts))
 
 
 def _compare(gold: str, answer: str, seconds: int) -> bool | None:
@@ -197,9 +245,9 @@ class Math(Problems):
 
     def right_answer(self, prompt: Prompt) -> str | None:
         answer = super().right_answer(prompt)
-        parts = re.fullmatch(r"(\D*)(.*\d)(\D*)", UNIT.sub("", answer or ""), re.DOTALL)
-        if parts and not TEXT.search(parts[0]):  # \boxed{5 } for `5 dollars`
-            answer = PROSE.sub(r"\1", parts[1]) + parts[2] + PROSE.sub(r"\1", parts[3])
+        parts = _parts(_as_latex(answer or ""))
+        if len(parts) == 1:  # \boxed{5} for `5 dollars`
+            answer = parts[0]
         return answer and f"\\boxed{{{answer}}}"
 
     def read(self, key: str, source: str, split: str) -> Rows:
@@ -226,4 +274,4 @@ def _gold(row: Mapping[str, Any]) -> str | None:
     text = str(row.get("solution") or "") if given is None else str(given)
     boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
     gold = next((box.strip() for box in boxed if box), None)
-    return gold or (None if given is None else text.strip() or None)
+    return gold or (None if given is None else text.rpartition("####")[2].strip() or None)

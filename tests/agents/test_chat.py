@@ -13,6 +13,7 @@ from talk import CHARACTERS, SIMPLE, Desk, call
 from transformers import AutoTokenizer
 
 from tba.agents.chat import Call, Chat, endings
+from tba.agents.session import readable
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Prompt
@@ -151,6 +152,8 @@ WRITTEN: dict[str, tuple[str, str, list[Any]]] = {
     "not closed": ('<tool_call>{"name": "a", "arguments": {}}', "", [("a", {})]),
     "the tags in a text": (call("a", b='"</tool_call>'), "", [("a", {"b": '"</tool_call>'})]),
     "a number that is none of JSON's": (call("a", b=float("inf")), "", [None]),
+    "half of a character": (call("a", b="\ud83d"), "", [None]),
+    "parameters": ('<tool_call>{"name": "a", "parameters": {"b": 1}}', "", [("a", {"b": 1})]),
     "no JSON": ("Try <tool_call>double(4)</tool_call>", "Try", [None]),
     "a list": ("<tool_call>[1]</tool_call>", "", [None]),
     "arguments that are a list": ('<tool_call>{"name": "a", "arguments": [4]}', "", [None]),
@@ -185,6 +188,9 @@ def test_a_call_is_shown_as_the_policy_wrote_it(chat):
             "tool_calls": [{"function": json.loads(call_of_it)}],
         }
         assert written in made.rendered([{"role": "user", "content": "?"}, turn])
+        null = '{"x": null, "y": [{"z": null}]}'
+        turn = {**turn, "tool_calls": [{"function": {"name": "a", "arguments": null}}]}
+        assert null in made.rendered([{"role": "user", "content": "?"}, readable(turn)])
 
 
 def test_a_turn_may_end_with_a_stop_string(chat):

@@ -163,6 +163,8 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
     "parts, content",
     [
         (("The ans", "wer is ", "4."), "The answer is 4."),
+        (("1\n", "\n", "2"), "1\n\n2"),
+        (("1", " ", "  "), "1"),
         (("Hm. <tool_", 'call>{"name": "double", "argu', 'ments": {"n": 1}}</tool_call>'), "Hm."),
         (("1", call("double", n=1), call("double", n=1)), "1"),
     ],

@@ -15,7 +15,14 @@ from tba.types import Completion, Sampling
 pytest.importorskip("starlette", reason="needs tba[agents]")
 
 QUESTION = [{"role": "user", "content": "?"}]
-TEXTS = ["😀 naïve 日本語 👩‍👩‍👧 🧪", " x  y\n", "\tdon't <tool_call>", "é stop 😀 there"]
+TEXTS = [
+    "😀 naïve 日本語 👩‍👩‍👧 🧪",
+    " x  y\n",
+    "\tdon't <tool_call>",
+    "é stop 😀 there",
+    " ",
+    "   ",
+]
 SPECIAL = ["<pad>", "<eos>"]
 
 

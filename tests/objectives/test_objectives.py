@@ -28,7 +28,7 @@ from hand import (
 from torch import Tensor
 
 from tba.config.plugins import check_options, find
-from tba.objectives import normalised, tapered
+from tba.objectives import better, centred, normalised, tapered
 from tba.objectives.cispo import Cispo
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
@@ -899,6 +899,15 @@ def test_what_all_rewards_of_a_group_have_in_common_changes_nothing(name, common
         solve(objective, logp, rewarded(groups, [r + by for r in rewards])) for by in (0.0, common)
     )
     torch.testing.assert_close(plain, shifted, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size, least", [(0.0, 1e-8), (1e6, 5e-4), (1e9, 1e-3), (1e12, 1.0)])
+def test_a_small_difference_of_rewards_counts(size, least, groups, logp):
+    """However large they are: one response is better than the others."""
+    reward = rewarded(groups, (size, size + least, size, size)).reward
+    for advantage in (centred(reward), normalised(reward)):
+        assert (advantage.argmax(1) == 1).all() and (advantage[:, 0] < 0).all()
+    assert better(reward).tolist() == [[False, True, False, False]] * len(groups)
 
 
 EQUAL = [(0.1,) * 4, (-5000.1,) * 4, (1e12,) * 4, (1e12, 1e12 + 1e-4, 1e12, 1e12 + 2e-4)]

@@ -113,7 +113,8 @@ def test_a_list_has_the_parts_of_an_answer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "answer", ["none", "N/A", "3 or 7", r"\boxed{3 or 7}", "3.0.0", "1..5", "3 7"]
+    "answer",
+    ["none", "N/A", "3 or 7", r"\boxed{3 or 7}", "3.0.0", "1..5", "3 7", "[[1], [2]]", "{'x': 5}"],
 )
 def test_an_answer_that_is_none_or_several_is_refused(tmp_path, answer):
     """In MATH, such words stand in `\\text`."""

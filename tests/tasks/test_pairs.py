@@ -264,6 +264,31 @@ MATH: dict[str, tuple[Answers, Answers]] = {
             r"6\text{ p.m.}": [r"6\text{ a.m.}", "6 AM"],
         },
     ),
+    "plain notation": (  # as people type answers, and as models write them
+        {
+            "the 4th": ["4", r"4^{\text{th}}", "4^{th}", "4th"], "(a) 4": ["4"],
+            "2 hours 30 minutes": [r"2\text{ hours and }30\text{ minutes}"],
+            "3:45 PM": ["3:45", r"3\!:\!45\text{ p.m.}"], "US$5": ["5", r"\$5"], "5 USD": ["5"],
+            "25 cm²": ["25", r"25\text{ cm}^2"], "25 sq. ft": ["25"], "9.8 m/s²": ["9.8"],
+            "100 mL": ["100"], "3 L": ["3"], "100°C": ["100"], "Rs. 50": ["50"], "No. 4": ["4"],
+            "approximately 3.14": ["3.14"], "~5": ["5"], "5 (five)": ["5"], "**2**": ["2"],
+            "Monday.": [r"\text{Monday}"], "A.": ["A"], "x^2.": ["x^2"], "4\\": ["4"],
+            "10–20": ["10-20", r"10\text{ to }20"], "+/- 2": [r"\pm2"], "x²": ["x^2"],
+            "x**2": ["x^2"], "2√3": [r"2\sqrt{3}"], "(-∞, 2)": [r"(-\infty,2)"],
+            "ln(2)": [r"\ln 2"], "exp(2)": ["e^2"], "sin x": [r"\sin(x)"], "x₁": ["x_1"],
+            "a·b": ["ab"], "(2,3] U [4,5]": [r"(2,3]\cup[4,5]"], "≥ 4": [r"\geq 4"],
+            "1, 2, and 3": ["1,2,3"], "∅": [r"\varnothing"], "3/4 cup": [r"\frac34"],
+            "5'6\"": [r"5\text{ ft }6\text{ in}"], "the answer is 4": ["4"],
+        },
+        {
+            "the 4th": ["5", "the 5th"], "(a) 4": ["(a) 5"], "2 hours 30 minutes": ["2", "2.5"],
+            "10-20": ["10", "20-10"], "√12": [r"\sqrt{1}2"], "x²": ["2x"], "x₁": ["x_2"],
+            "25 cm²": ["625", "26"], "3 n": ["3"], "3x": ["3"], "exp(2)": [r"\exp(3)"],
+            "March 5": ["April 5", "March 6"], "n is even": ["n is prime"], "north": ["south"],
+            "3 to 1": ["1 to 3", "3"], "US$5": ["6"], "-4 dollars": ["4"], "5'6\"": ["5"],
+            "1 in 5": ["5"], "July 4, 1776": ["4", "1776"], "5 out of 6": ["5"],
+        },
+    ),
 }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
 
 GOLDS = [
     "5", "7", "18 dollars", "50 miles per hour", "Answer: 5", "Tom sold 6 / 2 = 3.\n#### 3", None,
-    r"\frac{1}{2", {"value": 5}, r"5 \text{ km}", "3 feet 4 inches", "minus 5", "Monday", "2 pi",
+    r"\frac{1}{2", r"5 \text{ km}", "3 feet 4 inches", "minus 5", "Monday", "2 pi",
     "", "15 km/h", "6 cm^2",
 ]  # fmt: skip
 
@@ -173,8 +173,8 @@ def test_answers_that_no_response_can_give_are_counted_and_named(config, tmp_pat
         (tmp_path / f"{name}.jsonl").write_text(text)
     table = {"use": "math", "data": str(tmp_path), "prompt": "{problem}"}
     (told,) = [line for line in dry_run(config(task=table))[1] if "no response" in line]
-    assert told.startswith("warning: no response is right for 10 of 17 rows, train-1 '")
-    assert r"train-2 '\\boxed{50  per }', train-3" in told
+    assert told.startswith("warning: no response is right for 3 of 16 rows, train-5 '")
+    assert r"train-5 '', train-6 '\\boxed{\\frac{1}{2}', train-12 ''" in told
     assert r"correct the column `answer`, with \text{...} around words" in told
 
 
