@@ -17,7 +17,7 @@ from tba.prompt import Answer, Message, Prompt
 from tba.scoring.responses import Responses, ToolResult
 from tba.scoring.verdicts import Rejected, rejection
 from tba.streams import Use, seed_of
-from tba.tasks import Tools, whole, within
+from tba.tasks import Tools, within, without_surrogates
 from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 
 CHARACTERS = 16
@@ -137,7 +137,7 @@ class Dialogues:
                     d.hangs = True
                     result = ToolResult(f"Error: no result within {deadline:g} s", failed=True)
                 results.append(result)
-                name = whole(d.calls[number].name)
+                name = without_surrogates(d.calls[number].name)
                 d.messages.append({"role": "tool", "name": name, "content": result.content})
         for d in waiting:
             new = len(d.calls)
@@ -157,7 +157,7 @@ class Dialogues:
         cut = len(text) > limit
         if cut:
             text = f"{text[:limit]}\n[cut: {limit:,} of {len(text):,} characters]"
-        return ToolResult(whole(text), failed, cut)
+        return ToolResult(without_surrogates(text), failed, cut)
 
     def _called(self, dialogue: _Dialogue, call: Call) -> str:
         """Return the result of a call as text. May raise anything."""
