@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tba.agents.chat import shown
+from tba.agents.chat import response_text
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt, passes
-from tba.scoring.responses import Responses
-from tba.scoring.verdicts import Rejected, Verdict
+from tba.scoring.verdicts import Rejected, Responses, Verdict
 from tba.search.reference import Reference
 from tba.search.result import EvaluatedAnswer, Evaluation, Mode
 from tba.search.searcher import MOST_OF_TASK, Searcher, SearchSetup
@@ -307,7 +306,7 @@ def _as_text(
                 notes = {**verdict.items, **verdict.notes}
             row = EvaluatedAnswer(
                 prompt=asked,
-                completion=shown(text, completion, stop),
+                completion=response_text(text, completion, stop),
                 reward=scores.pop("reward"),
                 measures=scores,
                 notes=notes,

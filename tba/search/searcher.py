@@ -20,9 +20,8 @@ from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
-from tba.scoring.responses import Responses
 from tba.scoring.scoring import Scoring, ScoringProcess
-from tba.scoring.verdicts import DIED, Rejected, Verdict, settle_truncated
+from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
@@ -229,7 +228,7 @@ class Searcher:
         died = set()
         for prompt, judged in zip(prompts, verdicts, strict=True):
             stats.itemize(judged)
-            if any(isinstance(v, Rejected) and v.reason == DIED for v in judged):
+            if any(isinstance(v, Rejected) and v.reason == Reason.DIED for v in judged):
                 died.add(prompt.id)
         return SearchResult(groups, stats, died)
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from tba.config.tables import Count, Finite
 from tba.tasks import within
-from tba.tasks.judges import Judge, Text, conversation, fill
+from tba.tasks.judges import Judge, Text, conversation, filled
 
 REACHED_WITHIN = 5.0
 """Seconds within which a server must answer before a run starts."""
@@ -119,7 +119,7 @@ class Http(Judge):
         items: list[Any] = []
         for pair in zip(prompts, completions, strict=True):
             text = self.template
-            items.append(conversation(*pair) if text is None else fill(text, *pair))
+            items.append(conversation(*pair) if text is None else filled(text, *pair))
         headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
