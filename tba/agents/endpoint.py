@@ -154,6 +154,7 @@ class Endpoint:
             try:
                 check_stop(asked.stops, self._text, "stop")
                 sampling = asked.sampling(live.sampling, self._config, self._fixed)
+                # in a thread: rendering and tokenising would block the other sessions
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error
@@ -235,7 +236,7 @@ class Agents:
         self._endpoint = Endpoint(engine, text, fixed)
         self._process = AgentProcess(program, max_memory, start_deadline)
         self._slots = asyncio.Semaphore(program.concurrency)
-        self._alone = asyncio.Lock()
+        self._alone = asyncio.Lock()  # two sessions that each take all slots would wait forever
 
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
@@ -280,7 +281,7 @@ class Agents:
             sample=sample,
             max_calls=self._program.max_calls,
         )
-        async with self._slots:
+        async with self._slots:  # given back before the second attempt, which takes all slots
             held = await self._attempt(row, begin, until)
         if held is None:
             async with self._alone, AsyncExitStack() as slots:
@@ -302,7 +303,7 @@ class Agents:
         except ChildProcessError as error:  # a restarted searcher may help later
             kind = EngineError if self._process.worked else RewardError
             raise kind(str(error)) from error
-        finally:
+        finally:  # first: a late reply must not enter a session that is being read
             self._endpoint.end(url)
         if not session.exchanges and not isinstance(verdict, Rejected | None):
             verdict = NO_CALL
