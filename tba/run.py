@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
-from tba.agents.chat import shown
+from tba.agents.chat import response_text
 from tba.engines import SearchError
 from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
@@ -234,7 +234,7 @@ class Run:
         row = group.prompt
         drawn = Counter(id(t) for t in group.trajectories)
         for t in {id(t): t for t in group.trajectories}.values():
-            completion = shown(text, t, self.config.sampling.stop)
+            completion = response_text(text, t, self.config.sampling.stop)
             self.journal.sample(
                 self.step, "train", prompt, completion, t.reward, t.version,
                 id=row.id, columns=row.columns, drawn=drawn[id(t)],

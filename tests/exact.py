@@ -16,8 +16,7 @@ from tba.config.schema import Config, load
 from tba.learn.policy import Policy
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
-from tba.strategies import Columns
-from tba.strategies._draw import by_count
+from tba.strategies import Columns, by_count
 from tba.types import Completion, Group, Trajectory, collate
 
 MAX_TOKENS = 2

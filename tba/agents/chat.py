@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call as the policy wrote it; `error` says why it cannot be executed."""
 
     name: str = ""
@@ -135,7 +135,7 @@ class Chat:
     def read(
         self, context: np.ndarray, turn: np.ndarray, stop: Sequence[str],
         begun: Message | None = None,
-    ) -> tuple[Message, list[Call]]:  # fmt: skip
+    ) -> tuple[Message, list[ToolCall]]:  # fmt: skip
         """Return a turn of the policy, or its addition to a message, and its calls in order."""
         head = begun["content"] if begun else ""
         tokenizer = self.text.tokenizer
@@ -148,7 +148,7 @@ class Chat:
                     turn.tolist(), prefix=context.tolist(), tools=tools
                 )
             except (ValueError, KeyError, RecursionError) as error:
-                return message, [Call(error=str(error).partition("\n")[0])]
+                return message, [ToolCall(error=str(error).partition("\n")[0])]
             before = len((begun or {}).get("tool_calls", ()))
             calls = [_call(each) for each in parsed.get("tool_calls") or ()][before:]
             spoken = (parsed.get("content") or "").removeprefix(head)
@@ -177,7 +177,7 @@ class Chat:
     @property
     def _writes_another_form(self) -> bool:
         """True if the template writes calls, but not between the tags that `CALL` matches."""
-        call = Call("name_of_a_tool", {"x": "?"})
+        call = ToolCall("name_of_a_tool", {"x": "?"})
         function = _as_function({"name": call.name, "arguments": call.arguments})
         turn = {"role": "assistant", "content": "", "tool_calls": [function]}
         shown = self._rendered([*QUESTION, turn])
@@ -250,7 +250,7 @@ class Chat:
             ) from error
 
 
-def shown(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str]) -> str:
+def response_text(text: Tokenizer, response: Completion | Trajectory, stop: Sequence[str]) -> str:
     """Return a response as readable text; a dialogue or a session is shown in full."""
     stop = stop if response.marks is None else ()
     return text.answer(response.tokens, response.finished, stop).text
@@ -358,7 +358,7 @@ def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": call}
 
 
-def _read(written: str) -> Call:
+def _read(written: str) -> ToolCall:
     """Parse the call between the tags."""
     try:
         call = json.loads(written)
@@ -366,14 +366,14 @@ def _read(written: str) -> Call:
         json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
         return _call({"function": call})
     except (ValueError, RecursionError) as error:
-        return Call(error=f"{error}; write {FORM}")
+        return ToolCall(error=f"{error}; write {FORM}")
 
 
-def _call(given: Any) -> Call:
+def _call(given: Any) -> ToolCall:
     """Return the call of a dict in the form that chat templates use."""
     match given:
         case {"function": {"name": str(name), **rest}}:
             arguments = rest.get("arguments", rest.get("parameters", {}))
             if isinstance(arguments, dict):
-                return Call(name, arguments)
-    return Call(error=f"a call is not of the form {FORM}")
+                return ToolCall(name, arguments)
+    return ToolCall(error=f"a call is not of the form {FORM}")

@@ -33,7 +33,7 @@ THREADS = 10_000
 """Most sync functions at once, including functions that hang."""
 
 
-def main(end: int, rollout: str, max_memory: float | None) -> None:
+def run_sessions(end: int, rollout: str, max_memory: float | None) -> None:
     """Run sessions for the searcher at the other end of a socket, until the socket is closed."""
     _die_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -189,4 +189,4 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(*globals()["ARGUMENTS"])
+    run_sessions(*globals()["ARGUMENTS"])

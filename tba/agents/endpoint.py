@@ -31,17 +31,16 @@ from pydantic import ValidationError
 
 from tba.agents.chat import Chat, check_stop
 from tba.agents.session import OpenSession, PendingReply, RequestContext, Session, Turns
-from tba.agents.wire import RefusedError, Request
+from tba.agents.wire import ChatRequest, RefusedError
 from tba.engines import Engine, EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import AgentProcess, EventLoop
-from tba.scoring.responses import Responses
-from tba.scoring.verdicts import Rejected, Verdict
+from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict
 from tba.tasks import Program
 from tba.types import GIVEN, Completion, Sampling, Turn
 
-NO_CALL = Rejected("no_call", "the program has not called the policy")
+NO_CALL = Rejected(Reason.NO_CALL, "the program has not called the policy")
 WAITING = 1024
 """Most pending requests; further ones are refused with status 503."""
 CHATS = 64
@@ -148,13 +147,14 @@ class Endpoint:
         return job.response
 
     async def _sampled(
-        self, live: OpenSession, asked: Request, job: PendingReply
+        self, live: OpenSession, asked: ChatRequest, job: PendingReply
     ) -> tuple[RequestContext, Completion]:
         """Return the context of a request, and the policy's reply."""
         with self.turns.expect():
             try:
                 check_stop(asked.stops, self._text, "stop")
                 sampling = asked.sampling(live.sampling, self._config, self._fixed)
+                # in a thread: rendering and tokenising would block the other sessions
                 context = await asyncio.to_thread(self._asked, live.session, asked)
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error
@@ -177,7 +177,7 @@ class Endpoint:
             self.failure = error
             raise asyncio.CancelledError from error
 
-    def _asked(self, session: Session, asked: Request) -> RequestContext:
+    def _asked(self, session: Session, asked: ChatRequest) -> RequestContext:
         return session.ask(asked.messages, self._chat_of(json.dumps(asked.tools or [])))
 
 
@@ -193,10 +193,10 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
     return Chat(text, schemas)
 
 
-async def _read(request: Any) -> Request:
+async def _read(request: Any) -> ChatRequest:
     """Parse a request; RefusedError if its body is invalid."""
     try:
-        return Request.model_validate_json(await request.body())
+        return ChatRequest.model_validate_json(await request.body())
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -236,7 +236,7 @@ class Agents:
         self._endpoint = Endpoint(engine, text, fixed)
         self._process = AgentProcess(program, max_memory, start_deadline)
         self._slots = asyncio.Semaphore(program.concurrency)
-        self._alone = asyncio.Lock()
+        self._alone = asyncio.Lock()  # two sessions that each take all slots would wait forever
 
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
@@ -281,7 +281,7 @@ class Agents:
             sample=sample,
             max_calls=self._program.max_calls,
         )
-        async with self._slots:
+        async with self._slots:  # given back before the second attempt, which takes all slots
             held = await self._attempt(row, begin, until)
         if held is None:
             async with self._alone, AsyncExitStack() as slots:
@@ -303,7 +303,7 @@ class Agents:
         except ChildProcessError as error:  # a restarted searcher may help later
             kind = EngineError if self._process.worked else RewardError
             raise kind(str(error)) from error
-        finally:
+        finally:  # first: a late reply must not enter a session that is being read
             self._endpoint.end(url)
         if not session.exchanges and not isinstance(verdict, Rejected | None):
             verdict = NO_CALL

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from tba.agents.chat import Call, Chat, chat_of
+from tba.agents.chat import Chat, ToolCall, chat_of
 from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
-from tba.scoring.responses import Responses, ToolResult
-from tba.scoring.verdicts import Rejected, rejection
+from tba.scoring.verdicts import Reason, Rejected, Responses, ToolResult, rejection
 from tba.streams import Use, seed_of
-from tba.tasks import Tools, whole, within
+from tba.tasks import Tools, within, without_surrogates
 from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 
 CHARACTERS = 16
@@ -41,7 +40,7 @@ class _Dialogue:
     instance: Any
     """The environment; Rejected if it could not be reset."""
     said: Completion = NOTHING
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     reply: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     """Tokens of the environment before the next turn."""
@@ -137,7 +136,7 @@ class Dialogues:
                     d.hangs = True
                     result = ToolResult(f"Error: no result within {deadline:g} s", failed=True)
                 results.append(result)
-                name = whole(d.calls[number].name)
+                name = without_surrogates(d.calls[number].name)
                 d.messages.append({"role": "tool", "name": name, "content": result.content})
         for d in waiting:
             new = len(d.calls)
@@ -146,7 +145,7 @@ class Dialogues:
             d.calls = []
         return results
 
-    def _result(self, dialogue: _Dialogue, call: Call, limit: int) -> ToolResult:
+    def _result(self, dialogue: _Dialogue, call: ToolCall, limit: int) -> ToolResult:
         """Return the result of a call, cut to at most `limit` characters."""
         failed = False
         try:
@@ -157,9 +156,9 @@ class Dialogues:
         cut = len(text) > limit
         if cut:
             text = f"{text[:limit]}\n[cut: {limit:,} of {len(text):,} characters]"
-        return ToolResult(whole(text), failed, cut)
+        return ToolResult(without_surrogates(text), failed, cut)
 
-    def _called(self, dialogue: _Dialogue, call: Call) -> str:
+    def _called(self, dialogue: _Dialogue, call: ToolCall) -> str:
         """Return the result of a call as text. May raise anything."""
         if call.error:
             raise ValueError(call.error)
@@ -212,7 +211,7 @@ def open_all(tools: Tools, prompts: Sequence[Prompt]) -> list[tuple[Any, str]]:
     for outcome in within(tools.deadline, [partial(tools.open, p) for p in prompts]):
         if outcome is None:
             limit = f"task.tool_deadline = {tools.deadline:g} s"
-            outcome = Rejected("timeout", f"reset did not return within {limit}"), ""
+            outcome = Rejected(Reason.TIMEOUT, f"reset did not return within {limit}"), ""
         elif isinstance(outcome, BaseException):
             outcome = rejection(outcome), ""
         instances.append(outcome)
@@ -228,4 +227,4 @@ def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
             f"reset returned {text[:SHOWN]!r} and {begin[:SHOWN]!r} for the same row, but the"
             " samples of a prompt must begin alike; take what is random from the row"
         )
-    return Rejected("raised", f"task.environment: {problem}") if problem else instance
+    return Rejected(Reason.RAISED, f"task.environment: {problem}") if problem else instance

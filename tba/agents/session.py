@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tba.agents.chat import CALL, Chat
-from tba.agents.wire import RefusedError, Request, completion, message_of
+from tba.agents.wire import ChatRequest, RefusedError, completion, message_of
 from tba.models.template import THOUGHTS, normalised, text_of, with_names
 from tba.prompt import Message
 from tba.streams import Use, seed_of
@@ -256,7 +256,7 @@ class OpenSession:
         return seed_of(self.search, Use.TURN, self.sample, job.number)
 
     def respond(
-        self, job: PendingReply, request: Request, asked: RequestContext, turn: Completion
+        self, job: PendingReply, request: ChatRequest, asked: RequestContext, turn: Completion
     ) -> Any:
         """Record the reply to a request, and return the response."""
         given = asked.context, turn, request, request.stops or self.sampling.stop

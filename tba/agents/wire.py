@@ -37,7 +37,7 @@ CODES = {
 }  # fmt: skip
 
 
-class Request(BaseModel, extra="allow", strict=True):
+class ChatRequest(BaseModel, extra="allow", strict=True):
     """Body of a request. `model` is ignored; keys that are neither here nor above are refused."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -102,7 +102,7 @@ class Request(BaseModel, extra="allow", strict=True):
 
 
 def message_of(
-    chat: Chat, context: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str],
+    chat: Chat, context: np.ndarray, turn: Completion, asked: ChatRequest, stop: Sequence[str],
     begun: Message | None = None, number: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the reply to call `number` of a session in OpenAI's form; it may continue a message.
@@ -123,7 +123,7 @@ def message_of(
 
 
 def completion(
-    text: Tokenizer, prompt: np.ndarray, turn: Completion, asked: Request, stop: Sequence[str],
+    text: Tokenizer, prompt: np.ndarray, turn: Completion, asked: ChatRequest, stop: Sequence[str],
     message: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """Return a reply in OpenAI's form, as JSON or as a stream with the message in one chunk."""

@@ -109,7 +109,7 @@ def centred(values: PerResponse) -> PerResponse:
     return (values - values.mean(1, keepdim=True)) * ~equal
 
 
-def normalised(reward: PerResponse) -> PerResponse:
+def standardised(reward: PerResponse) -> PerResponse:
     """Subtract the mean of the group, and divide by its standard deviation plus 1e-4."""
     return centred(reward) / (reward.std(1, keepdim=True) + 1e-4)
 

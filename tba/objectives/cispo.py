@@ -7,8 +7,8 @@ from tba.objectives import (
     PerToken,
     importance,
     log_ratio,
-    normalised,
     ratio,
+    standardised,
     token_mean,
 )
 from tba.types import Batch
@@ -33,6 +33,6 @@ class Cispo(Objective):
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         weight = importance("token", logp, batch, self.cap)
-        loss = -token_mean(weight * normalised(batch.reward)[..., None] * logp, batch)
+        loss = -token_mean(weight * standardised(batch.reward)[..., None] * logp, batch)
         above = ratio(log_ratio(logp.detach(), batch)) > self.cap
         return loss, {"clip_ratio": token_mean(above.float(), batch)}

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.config.tables import NotNegative, PositiveFloat
-from tba.objectives import Loss, Objective, PerToken, normalised, penalised
+from tba.objectives import Loss, Objective, PerToken, penalised, standardised
 from tba.types import Batch
 
 
@@ -27,7 +27,7 @@ class Grpo(Objective):
     """Clip ratios to [1 - clip, 1 + clip_high]; default: `clip`."""
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        advantage = normalised(batch.reward)[..., None]
+        advantage = standardised(batch.reward)[..., None]
         high = self.clip if self.clip_high is None else self.clip_high
         summed, outside = penalised(logp, batch, advantage, self.beta, self.clip, high)
         mean = summed / batch.mask.sum(-1)

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from tba.config.tables import PositiveFloat
-from tba.objectives import Loss, Objective, PerToken, clipped, log_ratio, normalised, ratio
+from tba.objectives import Loss, Objective, PerToken, clipped, log_ratio, ratio, standardised
 from tba.types import Batch
 
 
@@ -28,7 +28,7 @@ class Gspo(Objective):
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         rho = ratio(log_ratio(logp, batch).sum(-1) / batch.mask.sum(-1))
-        advantage = normalised(batch.reward)
+        advantage = standardised(batch.reward)
         is_outside = (rho < 1 - self.clip) | (rho > 1 + self.clip_high)
         loss = -clipped(rho, advantage, self.clip, self.clip_high).mean(1)
         return loss, {"clip_ratio": is_outside.float().mean(1)}

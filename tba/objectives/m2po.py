@@ -5,7 +5,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tba.config.tables import PositiveFloat
-from tba.objectives import Loss, Objective, PerToken, log_ratio, normalised, ratio, token_mean
+from tba.objectives import Loss, Objective, PerToken, log_ratio, ratio, standardised, token_mean
 from tba.types import Batch
 
 
@@ -30,7 +30,7 @@ class M2po(Objective):
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         change = log_ratio(logp, batch)
         kept = self.kept(change.detach().square(), batch.mask)
-        advantage = normalised(batch.reward)[..., None]
+        advantage = standardised(batch.reward)[..., None]
         loss = -token_mean(kept * ratio(change) * advantage, batch)
         return loss, {"clip_ratio": 1 - token_mean(kept.float(), batch)}
 

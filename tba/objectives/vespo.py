@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import LARGEST, Loss, Objective, PerToken, log_ratio, normalised, token_mean
+from tba.objectives import LARGEST, Loss, Objective, PerToken, log_ratio, standardised, token_mean
 from tba.types import Batch
 
 
@@ -24,7 +24,7 @@ class Vespo(Objective):
     needs_behavior = True
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        advantage = normalised(batch.reward)
+        advantage = standardised(batch.reward)
         change = log_ratio(logp.detach(), batch).sum(-1).clamp(-LARGEST, LARGEST)
         k = torch.where(advantage >= 0, 2.0, 3.0)
         rate = torch.where(advantage >= 0, 3.0, 2.0)

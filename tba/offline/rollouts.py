@@ -25,7 +25,7 @@ from unicodedata import normalize
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from tba.agents.chat import Chat, shown
+from tba.agents.chat import Chat, response_text
 from tba.agents.session import Session, readable, squeezed
 from tba.config.errors import about, choices
 from tba.config.schema import Config
@@ -170,7 +170,7 @@ def write_rollouts(run: Path, out: Path, step: int | str | None, remote_code: bo
     rows = [(group, t) for group in groups for t in group.trajectories]
     with out.open("x", encoding="utf-8") as lines:
         for group, t in rows:
-            texts = {"completion": shown(text, t, config.sampling.stop)}
+            texts = {"completion": response_text(text, t, config.sampling.stop)}
             lines.write(json.dumps(_row(group, t, text) | texts) + "\n")
     return f"{out}: {len(rows):,} responses to {len(groups):,} prompts"
 

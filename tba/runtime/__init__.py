@@ -8,7 +8,7 @@ from typing import Protocol
 from tba.config.tables import RuntimeTable
 from tba.engines import RewardError, SearchError
 from tba.learn import Trainer
-from tba.scoring.verdicts import TRUNCATED
+from tba.scoring.verdicts import Reason
 from tba.search.prompts import PromptStream, SearchState
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
@@ -68,7 +68,7 @@ class RejectionMonitor:
         recent = SearchStats()
         for one in self._recent:
             recent.add(one)
-        del recent.rejected[TRUNCATED.reason]
+        del recent.rejected[Reason.TRUNCATED]
         rejected = recent.rejected.total()
         if total >= WINDOW and rejected > self._max_share * total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in recent.rejected.items())
@@ -80,7 +80,7 @@ class RejectionMonitor:
 
     def _count_truncated(self, stats: SearchStats) -> None:
         """Count consecutive truncated samples; SearchError if there were no others for too long."""
-        cut_off = 0 < stats.generated == stats.rejected[TRUNCATED.reason]
+        cut_off = 0 < stats.generated == stats.rejected[Reason.TRUNCATED]
         self._truncated = self._truncated + stats.generated if cut_off else 0
         if self._truncated >= TRUNCATED_AT_MOST:
             raise SearchError(

@@ -17,7 +17,7 @@ from tba.prompt import Prompt
 from tba.runtime.cluster import Slot
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.runtime.placement import PUBLICATIONS, PUBLISHED
-from tba.search.evaluate import EvaluatedPiece, join, pieces
+from tba.search.evaluate import EvaluatedPiece, join, pieces_of
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
 from tba.weights import Publication
@@ -312,7 +312,7 @@ class Evaluations:
     """
 
     def __init__(self, setup: SearchSetup):
-        self._count = len(pieces(setup))
+        self._count = len(pieces_of(setup))
         self.open: list[EvaluationInProgress] = []  # in the order in which they were requested
         self._ended: list[Evaluation] = []
         self.left_out = 0  # evaluations that were replaced

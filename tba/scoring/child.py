@@ -27,14 +27,14 @@ from typing import Any
 import psutil
 
 from tba.child import MARK, STARTED, kill, kill_with_parent, started_by
-from tba.scoring.verdicts import Rejected, Verdict, finished, parse_score, rejection
-from tba.tasks import Itemized, Task, listed, scorer_of
+from tba.scoring.verdicts import Rejected, awaited, parse_score, rejection, to_json
+from tba.tasks import Task, listed, scorer_of
 
 SLICE = 0.1
 """Most seconds that count against a call's deadline while the event loop is blocked."""
 
 
-def main(end: int) -> None:
+def serve(end: int) -> None:
     """Score for the searcher at the other end of a socket, until the socket is closed."""
     kill_with_parent()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -49,9 +49,8 @@ def main(end: int) -> None:
         pass
     except BaseException:
         traceback.print_exc()
-    finally:
+    finally:  # even if a user's function has broken what the first call needs
         try:
-            # a user's function may have broken what this call needs
             kill(started_by(os.getpid(), os.environ[MARK]))
         finally:
             os.killpg(0, signal.SIGKILL)  # with threads that hang
@@ -71,17 +70,17 @@ class ScoringServer:
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # both threads reply, and lines must not mix
         self._pid = os.getpid()
 
     def serve(self) -> None:
         """Build the tasks, and answer requests. Raises EOFError when the searcher has ended."""
         requests = self._connection.makefile("rb")
         max_memory, builds = pickle.load(requests)
-        self._tasks: dict[str, Task] = {}
+        tasks: dict[str, Task] = {}
         try:
             for name, build in pickle.loads(builds).items():
-                self._tasks[name] = build()
+                tasks[name] = build()
         except BaseException as error:
             self._reply(STARTED, "failed", rejection(error).detail)
             return
@@ -93,26 +92,23 @@ class ScoringServer:
         while True:
             number, seconds, group = pickle.load(requests)
             until = time.monotonic() + seconds
-            scores = self._begin(group)
+            try:
+                name, prompt, answers = pickle.loads(group)
+                scores: Any = scorer_of(tasks, name).score(prompt, answers)
+                if not isawaitable(scores):
+                    scores = listed(scores)
+            except BaseException as error:  # untrusted: only the searcher may end this process
+                scores = rejection(error)
             if isinstance(scores, list | Rejected):
                 self._send(number, scores)
             else:
                 left = until - time.monotonic()
-                self._reply(number, "awaits", left)
+                self._reply(number, "awaits", left)  # first: verdicts must not overtake it
                 asyncio.run_coroutine_threadsafe(self._await(number, scores, left), self._loop)
-
-    def _begin(self, group: bytes) -> Any:
-        """Return scores, an awaitable of them, or a rejection of the group."""
-        try:
-            name, prompt, answers = pickle.loads(group)
-            scores = scorer_of(self._tasks, name).score(prompt, answers)
-            return scores if isawaitable(scores) else listed(scores)
-        except BaseException as error:  # untrusted: only the searcher may end this process
-            return rejection(error)
 
     async def _await(self, number: int, scores: Awaitable[Any], left: float) -> None:
         """Send awaited scores. The deadline pauses while another call blocks the event loop."""
-        call = asyncio.ensure_future(finished(scores))
+        call = asyncio.ensure_future(awaited(scores))
         while left > 0 and not call.done():
             began = time.monotonic()
             most = min(left, SLICE)
@@ -127,7 +123,14 @@ class ScoringServer:
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
-        threading.Thread(target=_run_until_stopped, args=[loop], daemon=True).start()
+
+        def run() -> None:
+            while True:
+                # what a function raises ends `run_forever`, and is also stored in its task
+                with suppress(SystemExit, KeyboardInterrupt):
+                    return loop.run_forever()
+
+        threading.Thread(target=run, daemon=True).start()
         return loop
 
     def _send(self, number: int, scores: list[Any] | Rejected) -> None:
@@ -139,11 +142,11 @@ class ScoringServer:
             os._exit(1)
         if isinstance(scores, list):
             try:
-                verdicts = [_as_json(parse_score(score)) for score in scores]
+                verdicts = [to_json(parse_score(score)) for score in scores]
                 return self._reply(number, "verdicts", verdicts)
             except Exception as error:  # a score may be an object that raises
                 scores = rejection(error)
-        return self._reply(number, "rejected", _as_json(scores))
+        return self._reply(number, "rejected", to_json(scores))
 
     def _reply(self, number: int, kind: str, value: Any = None) -> None:
         if os.getpid() != self._pid:  # a user's function has forked, and both processes return
@@ -151,20 +154,3 @@ class ScoringServer:
         line = json.dumps([number, kind, value]) + "\n"
         with self._sending:
             self._connection.sendall(line.encode())
-
-
-def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped, whatever the functions in it raise."""
-    while True:
-        # asyncio lets them propagate, and also stores them in the task
-        with suppress(SystemExit, KeyboardInterrupt):
-            return loop.run_forever()
-
-
-def _as_json(verdict: Verdict) -> Any:
-    """Return a verdict as JSON: a number, a reason and a message, or a number with its items."""
-    if isinstance(verdict, Rejected):
-        return [verdict.reason, verdict.detail]
-    if isinstance(verdict, Itemized):
-        return {"reward": float(verdict), **vars(verdict)}
-    return verdict

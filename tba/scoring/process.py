@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from tba.child import STARTED, Child
 from tba.config.errors import is_secret, masked
-from tba.scoring.verdicts import DIED, Rejected, Verdict, parse_score
+from tba.scoring.verdicts import Reason, Rejected, Verdict, parse_score
 from tba.tasks import Itemized, Program
 
 T = TypeVar("T")
@@ -244,11 +244,11 @@ class AgentProcess(Process):
         try:
             asked = json.dumps({"base_url": url, "row": row}, allow_nan=False, default=str)
         except ValueError as error:
-            return Rejected("raised", f"the row cannot be sent as JSON: {error}")
+            return Rejected(Reason.RAISED, f"the row cannot be sent as JSON: {error}")
         await self.ready()
         seconds = min(self._program.deadline, until - time.monotonic())
         if seconds <= 0:
-            return Rejected("timeout", "not tried: the time of its search was up")
+            return Rejected(Reason.TIMEOUT, "not tried: the time of its search was up")
         number = self.call(lambda n: f"[{n}, {asked}]\n".encode())
         try:
             verdict = await self.reply(number, seconds)
@@ -259,13 +259,15 @@ class AgentProcess(Process):
             limit = f"task.deadline = {self._program.deadline:g} s"
             if seconds < self._program.deadline:
                 limit = "what was left of runtime.task_deadline for its search"
-            return Rejected("timeout", f"the session did not end within {seconds:.3g} s ({limit})")
+            return Rejected(
+                Reason.TIMEOUT, f"the session did not end within {seconds:.3g} s ({limit})"
+            )
         self.forget(number)
         if not isinstance(verdict, NoReply):
             return verdict
         if verdict.beside and not alone:
             return None
-        return Rejected(DIED, f"the agent process ended {verdict.how}")
+        return Rejected(Reason.DIED, f"the agent process ended {verdict.how}")
 
     async def _is_heard(self, number: int) -> bool:
         """Cancel a session; return whether the program acknowledged the cancellation.
@@ -317,12 +319,12 @@ class AgentProcess(Process):
             case "started" | "ending", _:
                 return None
             case "raised", text:
-                return Rejected("raised", masked(str(text)))
+                return Rejected(Reason.RAISED, masked(str(text)))
             case "returned", None:
-                return Rejected("none", "rollout returned None")
+                return Rejected(Reason.NONE, "rollout returned None")
             case "returned", dict(rewards):
                 if "reward" not in rewards:
-                    return Rejected("none", "rollout returned a dict without `reward`")
+                    return Rejected(Reason.NONE, "rollout returned a dict without `reward`")
                 reward = rewards.pop("reward")
                 return parse_score(
                     Itemized(reward, {f"rewards/{n}": x for n, x in rewards.items()}, {})

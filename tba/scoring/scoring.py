@@ -21,8 +21,16 @@ from tba.child import Child
 from tba.engines import EngineError, RewardError
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import EventLoop, NoReply, Process
-from tba.scoring.verdicts import DIED, Rejected, Verdict, finished, parse_score, rejection
-from tba.tasks import REWARD, Itemized, ScorerName, Task, listed, scorer_of
+from tba.scoring.verdicts import (
+    Reason,
+    Rejected,
+    Verdict,
+    awaited,
+    from_json,
+    parse_score,
+    rejection,
+)
+from tba.tasks import REWARD, ScorerName, Task, listed, scorer_of
 
 TIMEOUTS = 2
 """Consecutive timeouts after which the remaining groups are not tried."""
@@ -30,7 +38,7 @@ TIMEOUTS = 2
 GRACE = 1.0
 """Seconds past its deadline after which an async call is assumed to block the event loop."""
 
-NOT_TRIED = Rejected("timeout", f"not tried: {TIMEOUTS} calls in a row timed out before")
+NOT_TRIED = Rejected(Reason.TIMEOUT, f"not tried: {TIMEOUTS} calls in a row timed out before")
 
 
 Verdicts = list[Verdict] | Rejected
@@ -51,16 +59,6 @@ class Search:
     name: ScorerName
     timeouts: int = 0
     """Consecutive timeouts, without a reply between them."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of the scoring function for one group, in the scoring process."""
-
-    search: Search
-    group: bytes
-    size: int
-    seconds: float
 
 
 class Scoring:
@@ -96,7 +94,7 @@ class Scoring:
         self._deadline = deadline
         self._longest = longest
         self._steps = steps  # `run.steps`, which rewards can read from an answer
-        self._plain = Lock()
+        self._plain = Lock()  # without a process, searches of several threads call one by one
         if process is not None:
             self._groups = ThreadPoolExecutor(concurrency, "scoring")
             self._turn = asyncio.Lock()  # first come, first served
@@ -146,91 +144,83 @@ class Scoring:
         answers = [replace(answer, steps=self._steps) for answer in answers]
         verdicts = self._call(search, prompt, answers)
         first = verdicts[0]
-        raised = isinstance(first, Rejected) and first.reason in ("raised", "memory")
-        if not raised or len(answers) == 1:
+        can_be_one = isinstance(first, Rejected) and first.reason in (Reason.RAISED, Reason.MEMORY)
+        if not can_be_one or len(answers) == 1:
             return verdicts
         verdicts = []
         for answer in answers:
             (verdict,) = self._call(search, prompt, [answer])
             # a function that compares answers cannot score a single one: report the error
-            no_score = isinstance(verdict, Rejected) and verdict.reason == "none"
+            no_score = isinstance(verdict, Rejected) and verdict.reason == Reason.NONE
             verdicts.append(first if no_score else verdict)
         return verdicts
 
     def _call(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
         """Return one verdict for each answer; a rejection applies to all."""
-        if self._process is None:
-            verdicts = self._plainly(search.name, prompt, answers)
-        else:
-            verdicts = self._in_process(search, prompt, answers)
         n = len(answers)
+        verdicts: Verdicts | None = None
+        if self._process is None:
+            verdicts = self._call_here(search.name, prompt, answers)
+        else:
+            try:
+                group = pickle.dumps((search.name, prompt, tuple(answers)))
+            except Exception as error:  # columns may contain anything
+                verdicts = rejection(error)
+            for alone in (False, True):  # again if another call may have ended the process
+                if verdicts is None:
+                    verdicts = self._loop.begin(self._attempt(search, group, n, alone)).result()
+            assert verdicts is not None
         if isinstance(verdicts, list) and len(verdicts) != n:
-            verdicts = Rejected("wrong_length", f"{len(verdicts)} rewards for {n} answers")
+            verdicts = Rejected(Reason.WRONG_LENGTH, f"{len(verdicts)} rewards for {n} answers")
         return [verdicts] * n if isinstance(verdicts, Rejected) else verdicts
 
-    def _plainly(self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
-        """Call the function here; an async one in a thread, as this one may run an event loop."""
+    def _call_here(self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
+        """Call the function in this process."""
         try:
             scores: Any = scorer_of(self.tasks, name).score(prompt, answers)
-            if isawaitable(scores):
+            if isawaitable(scores):  # in a thread, as this one may run an event loop
                 with ThreadPoolExecutor(1) as thread:
-                    scores = thread.submit(asyncio.run, finished(scores)).result()
+                    scores = thread.submit(asyncio.run, awaited(scores)).result()
             if isinstance(scores, Rejected):
                 return scores
             return list(map(parse_score, listed(scores)))
         except Exception as error:  # untrusted
             return rejection(error)
 
-    def _in_process(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
-        """Call the function in the process; retry if another call may have ended the process."""
-        try:
-            group = pickle.dumps((search.name, prompt, tuple(answers)))
-        except Exception as error:  # columns may contain anything
-            return rejection(error)
-        seconds = min(self._deadline * len(answers), self._longest)
-        call = Call(search, group, len(answers), seconds)
-        verdicts = self._loop.begin(self._attempt(call)).result()
-        if verdicts is None:
-            verdicts = self._loop.begin(self._attempt(call, alone=True)).result()
-        assert verdicts is not None
-        return verdicts
+    async def _attempt(self, search: Search, group: bytes, n: int, alone: bool) -> Verdicts | None:
+        """Return verdicts on the `n` answers of a pickled group.
 
-    async def _attempt(self, call: Call, alone: bool = False) -> Verdicts | None:
-        """Return verdicts; None if the call failed and another one may be the cause.
-
-        Calls start one after the other. While a call is `alone`, no other starts.
+        Returns None if the call failed and another one may be the cause.
         """
         process = self._process
         assert process is not None
+        seconds = min(self._deadline * n, self._longest)
+        # calls begin one after the other; while a call is `alone`, no other begins
         async with self._turn:
             await process.ready()
-            if call.search.timeouts >= TIMEOUTS:
+            if search.timeouts >= TIMEOUTS:  # read here: a call before this one may have counted
                 return NOT_TRIED
-            number = process.call(lambda n: pickle.dumps((n, call.seconds, call.group)))
-            reply = await _reply(process, number, call.seconds)
+            number = process.call(lambda n: pickle.dumps((n, seconds, group)))
+            reply = await _reply(process, number, seconds)
             if alone and isinstance(reply, Pending):
                 reply = await _reply(process, number, reply.seconds + GRACE)
-        if isinstance(reply, Pending):
+        if isinstance(reply, Pending):  # not in turn: async calls wait together
             reply = await _reply(process, number, reply.seconds + GRACE)
         process.forget(number)
-        if isinstance(reply, NoReply) and reply.beside and not alone:
+        if not isinstance(reply, NoReply):
+            search.timeouts = 0
+            return reply
+        if reply.beside and not alone:
             return None
-        if isinstance(reply, NoReply) and not reply.how:
-            return self._timeout(call)
-        call.search.timeouts = 0
-        if isinstance(reply, NoReply):
-            return Rejected(DIED, f"the scoring process ended {reply.how}")
-        return reply
-
-    def _timeout(self, call: Call) -> Rejected:
-        call.search.timeouts += 1
+        if reply.how:
+            search.timeouts = 0
+            return Rejected(Reason.DIED, f"the scoring process ended {reply.how}")
+        search.timeouts += 1
         limit = f"reward.deadline = {self._deadline:g} s for each"
-        if call.seconds == self._longest:
+        if seconds == self._longest:
             limit += ", at most a quarter of runtime.task_deadline"
-        return Rejected(
-            "timeout",
-            f"scoring of {call.size} answers did not return within {call.seconds:g} s ({limit})",
-        )
+        told = f"scoring of {n} answers did not return within {seconds:g} s ({limit})"
+        return Rejected(Reason.TIMEOUT, told)
 
 
 async def _reply(process: Process, number: int, seconds: float) -> Any:
@@ -272,23 +262,14 @@ class ScoringProcess(Process):
             raise kind(str(error)) from error
 
     def child(self, end: int) -> Child:
-        return Child("tba.scoring.child:main", end, pass_fds=[end])
+        return Child("tba.scoring.child:serve", end, pass_fds=[end])
 
     def parse(self, kind: str, value: Any) -> Verdicts | Pending | NoReply | None:
         if kind == "verdicts":
-            return list(map(_from_json, value))
+            return list(map(from_json, value))
         if kind == "rejected":
-            return Rejected(*map(str, value))
+            reason, detail = value
+            return Rejected(Reason(reason), str(detail))
         if kind == "awaits":
             return Pending(float(value))
         return NoReply("", beside=False) if kind == "late" else None
-
-
-def _from_json(plain: Any) -> Verdict:
-    """Parse a verdict from `child`."""
-    if isinstance(plain, list):
-        return Rejected(*map(str, plain))
-    if isinstance(plain, dict):
-        items = {name: float(value) for name, value in plain["items"].items()}
-        return Itemized(float(plain["reward"]), items, dict(plain["notes"]))
-    return float(plain)

@@ -1,15 +1,26 @@
-"""Verdicts on answers: rewards or rejections. This module does not import torch."""
+"""Responses of a search, and the verdicts on them: rewards or rejections.
+
+Scoring processes import this module, so it imports neither torch nor numpy.
+"""
 
 import reprlib
 import traceback
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tba.config.errors import masked
 from tba.prompt import Answer
 from tba.tasks import Itemized, WrongLength, listed, number
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tba.models.pretrained import Tokenizer
+    from tba.prompt import Prompt
+    from tba.types import Completion
 
 PACKAGE = str(Path(__file__).parents[1])
 LONGEST = 10_000
@@ -18,28 +29,87 @@ LARGEST = 1e12
 """Largest absolute value of a reward: losses square it, in float32."""
 
 
+class Reason(StrEnum):
+    """Why a sample has no reward. The values are in the names of metrics, and in files."""
+
+    RAISED = "raised"
+    """A reward function, an environment or a program raised an exception."""
+    TIMEOUT = "timeout"
+    """A call or a session passed its deadline, or was not tried after others had."""
+    MEMORY = "memory"
+    """A call needed more memory than `reward.max_memory`."""
+    DIED = "died"
+    """The process that scored the sample, or ran its session, ended."""
+    NONE = "none"
+    """No reward function, or the program, gave the sample a reward: all returned None."""
+    NOT_A_NUMBER = "not_a_number"
+    """The reward is an object that is not a number."""
+    NOT_FINITE = "not_finite"
+    """The reward is NaN, infinite, or larger than `LARGEST`."""
+    WRONG_LENGTH = "wrong_length"
+    """A call did not return one reward for each completion."""
+    NO_CALL = "no_call"
+    """The program returned without a call of the policy, so there is nothing to train on."""
+    TRUNCATED = "truncated"
+    """The token limit cut the response, with `sampling.truncated = "reject"`: not an error."""
+
+
 @dataclass(frozen=True)
 class Rejected:
-    """The reason why a sample has no reward, and the error message.
+    """The reason why a sample has no reward, and the error message."""
 
-    Reasons are `raised`, `timeout`, `memory`, `died`, `not_finite`, `not_a_number`, `none`,
-    `no_call`, `wrong_length`, and `truncated`, which has no message.
-    """
-
-    reason: str
+    reason: Reason
     detail: str
 
 
 Verdict = float | Rejected
 """A finite reward, perhaps with its items (`Itemized`), or a rejection."""
 
-DIED = "died"
-"""Reason for samples whose scoring ended the scoring process."""
-TRUNCATED = Rejected("truncated", "")
-"""Rejection of a response that the token limit truncated, with `sampling.truncated = "reject"`.
 
-It is not an error of the reward.
-"""
+@dataclass(frozen=True)
+class ToolResult:
+    """Result of a tool call as the policy reads it; it may be an error, and may be cut."""
+
+    content: str
+    failed: bool = False
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses to prompts, as tokens and as answers that a task scores."""
+
+    prompts: "Sequence[np.ndarray]"
+    completions: "Sequence[Sequence[Completion]]"
+    answers: Sequence[Sequence[Answer | Verdict]]
+    """Answers to score, or verdicts, for example if an environment could not be reset."""
+    results: Sequence[ToolResult] = ()
+    """Results of the tool calls."""
+    rewards: Sequence[Sequence[Verdict]] | None = None
+    """Rewards that a program returned, to which the task's functions add theirs."""
+
+    def rewarded(
+        self, verdicts: list[list[Verdict]], scored: Sequence[Sequence[Answer | Verdict]]
+    ) -> list[list[Verdict]]:
+        """Return the verdicts of the task's functions with the program's rewards added.
+
+        `scored` are the answers that the functions scored, or verdicts, to which nothing is added.
+        """
+        if self.rewards is None:
+            return verdicts
+        rewarded = []
+        for group in zip(verdicts, self.rewards, scored, strict=True):
+            triples = zip(*group, strict=True)
+            rewarded.append([added(v, r) if isinstance(a, Answer) else v for v, r, a in triples])
+        return rewarded
+
+    def prompt_text(self, text: "Tokenizer", prompt: "Prompt", place: int) -> str:
+        """Return the prompt of the responses at index `place` as readable text."""
+        answer = self.answers[place][0]
+        dialogue = not isinstance(answer, Answer) or answer.messages is not None
+        if isinstance(prompt.text, str) and not dialogue:
+            return prompt.text
+        return text.prompt(self.prompts[place])  # including the tools
 
 
 def parse_score(score: Any) -> Verdict:
@@ -48,11 +118,11 @@ def parse_score(score: Any) -> Verdict:
     Every score is parsed once, in the process where the function ran.
     """
     if score is None:
-        return Rejected("none", "no reward function gave this sample a reward")
+        return Rejected(Reason.NONE, "no reward function gave this sample a reward")
     if (value := number(score)) is None:
-        return Rejected("not_a_number", f"a reward is {reprlib.repr(score)}")
+        return Rejected(Reason.NOT_A_NUMBER, f"a reward is {reprlib.repr(score)}")
     if not abs(value) <= LARGEST:  # also rejects NaN
-        return Rejected("not_finite", f"a reward is {value}; it must be between ±{LARGEST:g}")
+        return Rejected(Reason.NOT_FINITE, f"a reward is {value}; it must be between ±{LARGEST:g}")
     return score if isinstance(score, Itemized) else value
 
 
@@ -64,7 +134,7 @@ def added(verdict: Verdict, reward: Verdict) -> Verdict:
     if isinstance(reward, Rejected):
         return reward
     if isinstance(verdict, Rejected):
-        return reward if verdict.reason == "none" else verdict
+        return reward if verdict.reason == Reason.NONE else verdict
     items: dict[str, float] = {"rewards/rollout": float(reward)}
     notes: dict[str, str] = {}
     for each in (reward, verdict):
@@ -80,14 +150,14 @@ def settle_truncated(
     """Return a group with the verdicts that `sampling.truncated` gives to unfinished answers."""
     if rule == "keep":
         return list(answers)
-    verdict: Verdict = TRUNCATED if rule == "reject" else float(rule)
+    verdict = Rejected(Reason.TRUNCATED, "") if rule == "reject" else float(rule)
     return [verdict if isinstance(a, Answer) and not a.finished else a for a in answers]
 
 
 def rejection(error: BaseException) -> Rejected:
     """Return the rejection of a call that raised this error, with the user's traceback."""
     if isinstance(error, WrongLength):
-        return Rejected("wrong_length", str(error))
+        return Rejected(Reason.WRONG_LENGTH, str(error))
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
         trace = trace.tb_next  # skip the package's calls before the user's
@@ -96,13 +166,33 @@ def rejection(error: BaseException) -> Rejected:
     # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
-        return Rejected("memory", f"{text}if it needs so much, raise reward.max_memory")
-    return Rejected("raised", text)
+        return Rejected(Reason.MEMORY, f"{text}if it needs so much, raise reward.max_memory")
+    return Rejected(Reason.RAISED, text)
 
 
-async def finished(scores: Awaitable[Any]) -> list[Any] | Rejected:
-    """Await the scores of an async function."""
+async def awaited(scores: Awaitable[Any]) -> list[Any] | Rejected:
+    """Return the scores of an async function as a list, or the rejection of its call."""
     try:
         return listed(await scores)
     except BaseException as error:  # untrusted: even SystemExit must not end the event loop
         return rejection(error)
+
+
+def to_json(verdict: Verdict) -> Any:
+    """Return a verdict as JSON: a number, a reason and a message, or a number with its items."""
+    if isinstance(verdict, Rejected):
+        return [verdict.reason, verdict.detail]
+    if isinstance(verdict, Itemized):
+        return {"reward": float(verdict), **vars(verdict)}
+    return verdict
+
+
+def from_json(plain: Any) -> Verdict:
+    """Parse the result of `to_json`. Raises any of `process.UNREADABLE` for anything else."""
+    if isinstance(plain, list):
+        reason, detail = plain
+        return Rejected(Reason(reason), str(detail))
+    if isinstance(plain, dict):
+        items = {name: float(value) for name, value in plain["items"].items()}
+        return Itemized(float(plain["reward"]), items, dict(plain["notes"]))
+    return float(plain)

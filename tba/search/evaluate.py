@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tba.agents.chat import shown
+from tba.agents.chat import response_text
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt, passes
-from tba.scoring.responses import Responses
-from tba.scoring.verdicts import Rejected, Verdict
+from tba.scoring.verdicts import Rejected, Responses, Verdict
 from tba.search.reference import Reference
 from tba.search.result import EvaluatedAnswer, Evaluation, Mode
 from tba.search.searcher import MOST_OF_TASK, Searcher, SearchSetup
@@ -69,17 +68,16 @@ class EvaluatedPiece:
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to the prompts of a piece, and their scores."""
+    """Responses to the prompts of a piece, and their values."""
 
     mode: Mode
     responses: Responses
-    values: Table
-    """`reward`, and the task's measures, by name."""
+    table: Table
     verdicts: list[list[Verdict]]
     """Verdicts of the reward."""
 
 
-def pieces(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
+def pieces_of(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
     """Return for each piece of an evaluation its set, its offset in the set, and its prompts."""
     size = setup.config.eval.prompts_per_task
     divided = []
@@ -98,7 +96,7 @@ def evaluate_held_out(
     `keep` receives every answer, and `tell` a message about the progress before each piece.
     """
     done: list[EvaluatedPiece] = []
-    count = len(pieces(searcher.setup))
+    count = len(pieces_of(searcher.setup))
     for number in range(count):
         if tell is not None:
             tell(f"evaluating {100 * number // count} %")
@@ -114,7 +112,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     started = time.perf_counter()
     setup = searcher.setup
     settings = setup.config.eval
-    name, first, prompts = pieces(setup)[number]
+    name, first, prompts = pieces_of(setup)[number]
     seed = seed_of(SEED, Use.EVALUATION, number)
     limit = setup.sampling.max_tokens
     stop = setup.sampling.stop
@@ -122,25 +120,27 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
     greedy = _answer(searcher, name, "greedy", prompts, one, seed)
     sampled = _answer(searcher, name, "sampled", prompts, several, seed)
-    shown = _as_text(searcher.text, stop, name, prompts, greedy)
+    readable = _as_text(searcher.text, stop, name, prompts, greedy)
     if keep is not None:
-        keep(shown)
+        keep(readable)
         keep(_as_text(searcher.text, stop, name, prompts, sampled))
-    parts = [searcher.scoring.tasks[name].part(prompt) for prompt in prompts]
-    least = np.array([nan if t.pass_reward is None else t.pass_reward for _, t in parts])
-    tables = {answers.mode: _table(answers, least) for answers in (greedy, sampled)}
     version = searcher.reference.version
     if settings.temperature == setup.sampling.temperature:  # the reference uses this one
         nats, version = _nats(sampled.responses, searcher.reference)
-        tables["sampled"]["log_ratio"] = tables["sampled"]["logp"] + nats
+        sampled.table["log_ratio"] = sampled.table["logp"] + nats
     if settings.perplexity:
         for answers in (greedy, sampled):
             nats, version = _nats(answers.responses, searcher.reference, temperature=1.0)
-            tables[answers.mode]["nats"] = nats
-    examples = shown[: max(0, EXAMPLES - first)]
-    seconds = time.perf_counter() - started
-    own_parts = [part for part, _ in parts]
-    return EvaluatedPiece(name, own_parts, tables, settings.k, version, examples, seconds)
+            answers.table["nats"] = nats
+    return EvaluatedPiece(
+        set=name,
+        parts=[searcher.scoring.tasks[name].part(prompt)[0] for prompt in prompts],
+        tables={answers.mode: answers.table for answers in (greedy, sampled)},
+        k=settings.k,
+        reference=version,
+        examples=readable[: max(0, EXAMPLES - first)],
+        seconds=time.perf_counter() - started,
+    )
 
 
 def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
@@ -261,10 +261,24 @@ def _answer(
     responses = searcher.answer(task, prompts, sampling, seed, MOST_OF_TASK / 2)
     answers = responses.answers
     verdicts = responses.rewarded(scoring(prompts, answers, (task, None)), answers)
-    values = {"reward": _as_table(verdicts)}
+    table = {"reward": _as_table(verdicts)}
     for measure in scoring.tasks[task].measures():
-        values[measure] = _as_table(scoring(prompts, answers, (task, measure)))
-    return Answers(mode, responses, values, verdicts)
+        table[measure] = _as_table(scoring(prompts, answers, (task, measure)))
+    levels = [scoring.tasks[task].part(prompt)[1].pass_reward for prompt in prompts]
+    least = np.array([[nan if level is None else level] for level in levels])
+    groups = responses.completions
+    length = np.array([[c.length or nan for c in group] for group in groups], float)
+    finished = [[c.finished for c in group] for group in groups]
+    logp = [[float(c.logp.sum()) for c in group] for group in groups]
+    before = np.array([[len(prompt) - 1] for prompt in responses.prompts])
+    table |= {
+        "passed": np.where(np.isnan(least), nan, passes(table["reward"], least)),
+        "length": length,
+        "tokens": before + length,
+        "finished": np.where(np.isnan(length), nan, finished),
+        "logp": np.where(np.isnan(length), nan, logp),
+    }
+    return Answers(mode, responses, table, verdicts)
 
 
 def _as_table(verdicts: Sequence[Sequence[Verdict]]) -> Float[np.ndarray, "P S"]:
@@ -281,15 +295,18 @@ def _as_text(
     for i, prompt in enumerate(prompts):
         asked = answers.responses.prompt_text(text, prompt, i)
         for j, completion in enumerate(answers.responses.completions[i]):
-            values = {name: float(table[i, j]) for name, table in answers.values.items()}
-            scores = {name: None if isnan(value) else value for name, value in values.items()}
+            scores = {}
+            for name, values in answers.table.items():
+                if name not in NO_MEASURES:
+                    value = float(values[i, j])
+                    scores[name] = None if isnan(value) else value
             verdict = answers.verdicts[i][j]
             notes: dict[str, Any] = {}
             if isinstance(verdict, Itemized):
                 notes = {**verdict.items, **verdict.notes}
             row = EvaluatedAnswer(
                 prompt=asked,
-                completion=shown(text, completion, stop),
+                completion=response_text(text, completion, stop),
                 reward=scores.pop("reward"),
                 measures=scores,
                 notes=notes,
@@ -302,24 +319,6 @@ def _as_text(
             )
             rows.append(row)
     return rows
-
-
-def _table(answers: Answers, least: Float[np.ndarray, " P"]) -> Table:
-    """Return the values of answers; `least` is the pass reward of each prompt, NaN if undefined."""
-    passed = passes(answers.values["reward"], least[:, None])
-    groups = answers.responses.completions
-    length = np.array([[c.length or nan for c in group] for group in groups], float)
-    finished = [[c.finished for c in group] for group in groups]
-    logp = [[float(c.logp.sum()) for c in group] for group in groups]
-    before = np.array([len(prompt) - 1 for prompt in answers.responses.prompts])
-    return {
-        **answers.values,
-        "passed": np.where(np.isnan(least)[:, None], nan, passed),
-        "length": length,
-        "tokens": before[:, None] + length,
-        "finished": np.where(np.isnan(length), nan, finished),
-        "logp": np.where(np.isnan(length), nan, logp),
-    }
 
 
 def _nats(

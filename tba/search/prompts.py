@@ -54,11 +54,24 @@ class PromptStream:
         self._deaths: Counter[str] = Counter()
 
     def take(self, count: int) -> list[Prompt]:
-        """Hand out the next `count` prompts, beginning with prompts that were put back."""
+        """Hand out the next prompts, beginning with those that were put back.
+
+        Returns `count` prompts, or fewer if the selection chooses only prompts in quarantine.
+        """
         again = [name for name in self._again if not self._is_left_out(name)]
         self._again = again[count:]
         taken = [self._prompts[name] for name in again[:count]]
-        taken += self._choose(count - len(taken))
+        for _ in range(PATIENCE):
+            missing = count - len(taken)
+            if not missing:
+                break
+            choice = self._selection.choose(missing)
+            if len(choice) != missing or any(p.id not in self._prompts for p in choice):
+                raise ValueError(
+                    f"selection {self._name}: choose({missing}) returned {len(choice)} prompts; it"
+                    f" must return exactly {missing} of the prompts that it was built with"
+                )
+            taken += [p for p in choice if not self._is_left_out(p.id)]
         if count and not taken:
             raise RewardError(
                 "every prompt that the selection chooses is in quarantine, because what scored or"
@@ -67,22 +80,6 @@ class PromptStream:
             )
         self._outstanding += [p.id for p in taken]
         return taken
-
-    def _choose(self, count: int) -> list[Prompt]:
-        """Return the selection's next prompts without those in quarantine; fewer if many are."""
-        chosen: list[Prompt] = []
-        for _ in range(PATIENCE):
-            if len(chosen) == count:
-                return chosen
-            missing = count - len(chosen)
-            choice = self._selection.choose(missing)
-            if len(choice) != missing or any(p.id not in self._prompts for p in choice):
-                raise ValueError(
-                    f"selection {self._name}: choose({missing}) returned {len(choice)} prompts; it"
-                    f" must return exactly {missing} of the prompts that it was built with"
-                )
-            chosen += [p for p in choice if not self._is_left_out(p.id)]
-        return chosen
 
     def _is_left_out(self, name: str) -> bool:
         return 0 < self._quarantine <= self._deaths[name]

@@ -1,7 +1,7 @@
 """The reference model: log-probs under the initial weights, or the weights of the last reset."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from typing import Any
@@ -60,9 +60,18 @@ class Reference:
         They are at the sampling temperature unless another one is given, and 0 for tokens that were
         not sampled. Groups with the same number of responses run together.
         """
+        by_samples = defaultdict(list)
+        for i, group in enumerate(responses):
+            by_samples[len(group)].append(i)
+        parts = []  # indices of groups, such that one response of each fits the token budget
+        for places in by_samples.values():
+            longest = max(len(prompts[i]) + len(c.tokens) for i in places for c in responses[i])
+            size = max(1, self._token_budget // longest)
+            parts += [places[first : first + size] for first in range(0, len(places), size)]
         logp: list[list[np.ndarray]] = [[] for _ in responses]
+        # the version is read under the lock: another thread may load other weights afterwards
         with self._hold(), self._weights():
-            for part in self._parts(prompts, responses):
+            for part in parts:
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 marks = [[marks_of(c) for c in responses[i]] for i in part]
                 batch = collate_tokens([prompts[i] for i in part], tokens, marks)
@@ -73,19 +82,6 @@ class Reference:
                     pairs = zip(rows, responses[i], strict=True)
                     logp[i] = [row[: len(c.tokens)].copy() for row, c in pairs]
             return logp, self.version
-
-    def _parts(
-        self, prompts: Sequence[np.ndarray], responses: Sequence[Sequence[Completion]]
-    ) -> Iterator[list[int]]:
-        """Yield indices of groups, such that one response of each group fits the token budget."""
-        alike = defaultdict(list)
-        for i, group in enumerate(responses):
-            alike[len(group)].append(i)
-        for places in alike.values():
-            longest = max(len(prompts[i]) + len(c.tokens) for i in places for c in responses[i])
-            size = max(1, self._token_budget // longest)
-            for start in range(0, len(places), size):
-                yield places[start : start + size]
 
 
 class AdapterReference(Reference):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from tba.scoring.verdicts import TRUNCATED, Rejected, Verdict
+from tba.scoring.verdicts import Reason, Rejected, Verdict
 from tba.tasks import Itemized
 from tba.types import Group
 
@@ -28,7 +28,7 @@ class SearchStats:
     counts: Counter[str] = field(default_factory=Counter)
     """Counts by the name of their metric, such as `samples_generated` and `tools/calls`."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Samples and rollouts without a reward, by reason."""
+    """Samples and rollouts without a reward, by the value of their `Reason`."""
     moments: dict[str, list[Fraction]] = field(default_factory=dict)
     """Exact count, sum and sum of squares of the items of the samples' rewards, by metric."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -49,7 +49,7 @@ class SearchStats:
     @property
     def scored(self) -> int:
         """Samples and rollouts, except those rejected as truncated."""
-        return self.generated - self.rejected[TRUNCATED.reason]
+        return self.generated - self.rejected[Reason.TRUNCATED]
 
     @property
     def generated(self) -> int:
@@ -87,7 +87,7 @@ class SearchStats:
         """Count the rejected samples among these verdicts."""
         for verdict in verdicts:
             if isinstance(verdict, Rejected):
-                self.rejected[verdict.reason] += 1
+                self.rejected[verdict.reason.value] += 1
                 self.last_rejection = verdict.detail or self.last_rejection
 
     def itemize(self, verdicts: Iterable[Verdict]) -> None:

@@ -20,14 +20,12 @@ from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
-from tba.scoring.responses import Responses
 from tba.scoring.scoring import Scoring, ScoringProcess
-from tba.scoring.verdicts import DIED, Rejected, Verdict, settle_truncated
+from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
 from tba.streams import Use, generator, seed_of
-from tba.tasks import Program
 from tba.tasks._memory import Functions, build_task
 from tba.types import Group, Sampling
 from tba.weights import Weights
@@ -75,8 +73,7 @@ class SearchSetup:
         """Load the engine, the reference model, and the models that score.
 
         `bf16` is the trainer's choice: reference and policy must compute in the same way, or their
-        difference is noise. A trainer in this process may lend its model as `lent`; without its
-        adapter, the model is the reference of a LoRA run.
+        difference is noise. A trainer in this process may lend its model as `lent`.
         """
         scoring = self.scoring(device)  # first: on a CPU, its process starts while the models load
         c = self.config
@@ -87,23 +84,28 @@ class SearchSetup:
         if device != "cpu":  # vLLM counts GPU memory that judges take during its start as its own
             scoring.wait_until_ready()
         engine: Engine = plugin.build(c.policy, text, device, bf16, self.sampling)
-        reference = self._reference(engine, device, bf16, lent)
-        limit = logp_gap_limit(c.engine, bf16)
+        model = lent if engine.model is None else engine.model
+        reference: Reference
+        if engine.own_reference:
+            reference = EngineReference()
+        elif c.policy.lora is None or model is None:
+            reference = self.reference(device, bf16)
+        else:  # without its adapter, the model of the engine or the trainer is the reference
+            hold = None if engine.model is None else engine.lend
+            policy = self._policy(model, bf16)
+            reference = AdapterReference(policy, c.trainer.token_budget, hold)
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
-        agents = {}
-        for name, task in scoring.tasks.items():
-            if task.program is not None:
-                agents[name] = self._agents(task.program, engine, text)
-        return Searcher(engine, reference, text, scoring, self, limit, agents)
-
-    def _agents(self, program: Program, engine: Engine, text: Tokenizer) -> Agents:
-        """Build the session runner of an agent program."""
-        c = self.config
         fixed = ""
         if self.needs_behavior:
             fixed = "the objective needs the log-probs of the config's: objective=tb does not"
-        limit = c.reward.max_memory
-        return Agents(engine, text, program, fixed, limit, c.runtime.start_deadline)
+        memory = c.reward.max_memory
+        start = c.runtime.start_deadline
+        agents = {}
+        for name, task in scoring.tasks.items():
+            if task.program is not None:
+                agents[name] = Agents(engine, text, task.program, fixed, memory, start)
+        gap = logp_gap_limit(c.engine, bf16)
+        return Searcher(engine, reference, text, scoring, self, gap, agents)
 
     def scoring(self, device: str) -> Scoring:
         """Build the scoring of the run's task and of the tasks of evaluation sets."""
@@ -131,17 +133,6 @@ class SearchSetup:
             longest=LONGEST_CALL * deadlines.task_deadline,
             steps=self.config.run.steps,
         )
-
-    def _reference(self, engine: Engine, device: str, bf16: bool, lent: Any) -> Reference:
-        """Return the reference. With LoRA, it uses the model that the engine or trainer lends."""
-        if engine.own_reference:
-            return EngineReference()
-        model = lent if engine.model is None else engine.model
-        if self.config.policy.lora is None or model is None:
-            return self.reference(device, bf16)
-        hold = None if engine.model is None else engine.lend
-        policy = self._policy(model, bf16)
-        return AdapterReference(policy, self.config.trainer.token_budget, hold)
 
     def _policy(self, model: Any, bf16: bool) -> Policy:
         """Return a policy of the model that computes in the same way as the trainer's."""
@@ -237,7 +228,7 @@ class Searcher:
         died = set()
         for prompt, judged in zip(prompts, verdicts, strict=True):
             stats.itemize(judged)
-            if any(isinstance(v, Rejected) and v.reason == DIED for v in judged):
+            if any(isinstance(v, Rejected) and v.reason == Reason.DIED for v in judged):
                 died.add(prompt.id)
         return SearchResult(groups, stats, died)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
-from jaxtyping import Float32
 
 from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
@@ -13,7 +12,7 @@ from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
 from tba.scoring.verdicts import Rejected, Verdict, settle_truncated
 from tba.streams import Use, seed_of
-from tba.types import Completion, Group, Sampling, Trajectory
+from tba.types import Group, Sampling
 
 State = tuple[int, bytes]
 """Index of a group, and the response's tokens up to the state."""
@@ -57,7 +56,13 @@ class Rollouts:
         for i, group in enumerate(groups):
             kept = []
             for trajectory in group.trajectories:
-                value = self._value(group, i, trajectory, values)
+                tokens = trajectory.tokens
+                others = [t.reward for t in group.trajectories if t is not trajectory]
+                by_step = [fmean(others or [trajectory.reward])]
+                starts = range(self.request.step_tokens, len(tokens), self.request.step_tokens)
+                by_step += [values[i, tokens[:start].tobytes()] for start in starts]
+                by_token = np.repeat(np.array(by_step, np.float32), self.request.step_tokens)
+                value = by_token[: len(tokens)]
                 if np.isfinite(value).all():
                     kept.append(replace(trajectory, value=value))
             if kept:
@@ -78,25 +83,11 @@ class Rollouts:
         endings = self.engine.generate(contexts, sampling, own)
         answers = []
         for head, of_state in zip(heads, endings, strict=True):
-            endings_of = [self._answer(head, ending) for ending in of_state]
+            endings_of = []
+            for ending in of_state:
+                # a stop string that begins in the head is found here: the engine continues after it
+                tokens = np.concatenate([head, ending.tokens])
+                stop = self.sampling.stop
+                endings_of.append(self.text.answer(tokens, ending.finished, stop, ending.version))
             answers.append(settle_truncated(endings_of, self.sampling.truncated))
         return self.score([group.prompt for group in origins], answers)
-
-    def _answer(self, head: np.ndarray, ending: Completion) -> Answer:
-        """Return head and ending as text. A stop string may begin in the head.
-
-        The engine does not search the head for stop strings, and continues after such a one.
-        """
-        whole = np.concatenate([head, ending.tokens])
-        return self.text.answer(whole, ending.finished, self.sampling.stop, ending.version)
-
-    def _value(
-        self, group: Group, index: int, trajectory: Trajectory, values: dict[State, float]
-    ) -> Float32[np.ndarray, " T"]:
-        """Return the value of each token's state; NaN if all of its rollouts were rejected."""
-        tokens = trajectory.tokens
-        others = [t.reward for t in group.trajectories if t is not trajectory]
-        steps = [fmean(others or [trajectory.reward])]
-        starts = range(self.request.step_tokens, len(tokens), self.request.step_tokens)
-        steps += [values[index, tokens[:start].tobytes()] for start in starts]
-        return np.repeat(np.array(steps, np.float32), self.request.step_tokens)[: len(tokens)]

@@ -6,8 +6,7 @@ from jaxtyping import Int, Int32
 
 from tba.config.tables import Positive
 from tba.prompt import passes
-from tba.strategies import Columns
-from tba.strategies._draw import by_count, pick
+from tba.strategies import Columns, by_count, pick
 
 SEARCHED = 8
 """Groups that a draw examines for unequal rewards, as a multiple of the groups it needs."""

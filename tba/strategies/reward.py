@@ -5,8 +5,7 @@ from jaxtyping import Int
 
 from tba.config.tables import PositiveFloat
 from tba.prompt import passes
-from tba.strategies import Columns
-from tba.strategies._draw import by_weight, pick
+from tba.strategies import Columns, by_weight, pick
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from tba.strategies import Columns
-from tba.strategies._draw import by_count, pick
+from tba.strategies import Columns, by_count, pick
 
 
 @dataclass(frozen=True)

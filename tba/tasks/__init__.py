@@ -95,7 +95,7 @@ class Tools:
         if not isinstance(observation, str | None):
             kind = type(observation).__name__
             raise TypeError(f"reset returned {kind}; it must return text, or None")
-        return instance, whole(observation or "")
+        return instance, without_surrogates(observation or "")
 
     def call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> str:
         """Return the result of a tool as text. May raise anything."""
@@ -234,7 +234,13 @@ def listed(scores: Any) -> list[Any]:
             f"the scoring function returned a {type(scores).__name__}, {reprlib.repr(scores)};"
             " return a list with one number for each completion"
         )
-    return [_alone(score) for score in plain]
+    scores = []
+    for score in plain:
+        score = _plain(score)
+        while isinstance(score, list | tuple) and len(score) == 1:  # a row of shape [1]
+            score = _plain(score[0])
+        scores.append(score)
+    return scores
 
 
 def number(score: Any) -> float | None:
@@ -245,14 +251,6 @@ def number(score: Any) -> float | None:
         return float(score)
     except Exception:  # untrusted: two numbers raise RuntimeError, 10**400 OverflowError
         return None
-
-
-def _alone(score: Any) -> Any:
-    """Unwrap nested lists and arrays of one item, such as a row of shape [1]."""
-    score = _plain(score)
-    while isinstance(score, list | tuple) and len(score) == 1:
-        score = _plain(score[0])
-    return score
 
 
 def _shortest(value: Any, bits: int) -> Any:
@@ -299,7 +297,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     return function(**{name: value for name, value in arguments.items() if name in names})
 
 
-def whole(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """Return the text with `?` for each lone surrogate, which tokenizers do not accept."""
     return text.encode("utf-8", "replace").decode("utf-8")
 

@@ -6,9 +6,8 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def rows(
     """
     try:
         if is_local(source):
-            table = _sliced(split, partial(_from_local, Path(source).expanduser()))
+            table = _from_local(Path(source).expanduser(), split)
         else:
             table = _from_hub(source, subset, split, columns)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
@@ -65,18 +64,6 @@ def split_of(source: str, given: str | None, default: str) -> str:
     return given or default
 
 
-def _sliced(split: str, read: Callable[[str], Rows]) -> Rows:
-    """Return the rows of a split, or of slices such as `train[:50%]` (syntax of `datasets`)."""
-    if split.isidentifier():
-        return read(split)
-    from datasets import ReadInstruction
-
-    tables = {name: read(name) for name in SPLITS.findall(split)}
-    sizes = {name: len(table) for name, table in tables.items()}
-    parts = ReadInstruction.from_spec(split).to_absolute(sizes)
-    return [row for part in parts for row in tables[part.splitname][part.from_ : part.to]]
-
-
 def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
     """Return the rows as plain JSON, all with the same columns; missing values become None.
 
@@ -87,13 +74,19 @@ def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
     names = {name: str(name) for row in table for name in row}
     with about(origin):
         check_names(list(names.values()))
+    encode = json.JSONEncoder(ensure_ascii=False, default=_of_numpy).encode
     columns: dict[str, list[Any]] = {}
     for key, name in names.items():
+        column: list[Any] = []
         try:
-            columns[name] = _plain([row.get(key) for row in table])
-        except ValueError as error:
-            text = "%s: the column %r is left out: %s"
-            logging.getLogger(__name__).warning(text, origin, name, error)
+            for row in table:
+                text = encode(row.get(key))
+                text.encode()  # raises for an unpaired surrogate, which tokenizers reject
+                column.append(json.loads(text))
+            columns[name] = column
+        except (TypeError, ValueError, RecursionError) as error:
+            told = "%s: the column %r is left out: row %d: %s; convert it to text"
+            logging.getLogger(__name__).warning(told, origin, name, len(column), error)
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if not rows:
         raise ValueError(f"{origin} has no rows")
@@ -119,20 +112,6 @@ def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
             )
 
 
-def _plain(values: Sequence[Any]) -> list[Any]:
-    """Return a column as JSON values; ValueError, naming the row, if JSON cannot represent one."""
-    encode = json.JSONEncoder(ensure_ascii=False, default=_of_numpy).encode
-    plain = []
-    for row, value in enumerate(values):
-        try:
-            text = encode(value)
-            text.encode()  # raises for an unpaired surrogate, which tokenizers reject
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"row {row}: {error}; convert it to text") from error
-        plain.append(json.loads(text))
-    return plain
-
-
 def _of_numpy(value: Any) -> Any:
     """Return a NumPy scalar or array as plain values; TypeError for any other object."""
     is_numpy = isinstance(value, np.generic | np.ndarray)
@@ -144,15 +123,26 @@ def _of_numpy(value: Any) -> Any:
 
 
 def _from_local(path: Path, split: str) -> Rows:
-    if not path.is_dir():
-        return _from_file(path)
-    present = sorted(file.name for file in path.iterdir())
-    files = [name for name in present if name in [f"{split}{suffix}" for suffix in SUFFIXES]]
-    if not files:
-        raise ValueError(f"it has no {split}.jsonl, but {', '.join(present) or 'nothing'}")
-    if files[1:]:
-        raise ValueError(f"it has {' and '.join(files)}; name one, or remove the others")
-    return _from_file(path / files[0])
+    """Return the rows of a split, or of slices such as `train[:50%]` (syntax of `datasets`)."""
+    tables = {}
+    for name in SPLITS.findall(split):
+        file = path
+        if path.is_dir():
+            present = sorted(each.name for each in path.iterdir())
+            files = [each for each in present if each in [f"{name}{suffix}" for suffix in SUFFIXES]]
+            if not files:
+                raise ValueError(f"it has no {name}.jsonl, but {', '.join(present) or 'nothing'}")
+            if files[1:]:
+                raise ValueError(f"it has {' and '.join(files)}; name one, or remove the others")
+            file = path / files[0]
+        tables[name] = _from_file(file)
+    if split.isidentifier():
+        return tables[split]
+    from datasets import ReadInstruction
+
+    sizes = {name: len(table) for name, table in tables.items()}
+    parts = ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [row for part in parts for row in tables[part.splitname][part.from_ : part.to]]
 
 
 def _from_file(path: Path) -> Rows:

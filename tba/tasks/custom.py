@@ -148,18 +148,22 @@ class Custom(Rendering, Task):
         """Return the weighted sum of the functions that returned a number; None if none did."""
         log = RewardLog(len(answers))
         scores: list[Any] = [None] * len(self.functions)
+        is_async = []
+        for function in self.functions:
+            called = type(function).__call__  # for objects with `async def __call__`
+            is_async.append(any(map(inspect.iscoroutinefunction, (function, called))))
         # sync functions first: if one raises, no coroutine is left without an await
-        for i, function in sorted(enumerate(self.functions), key=lambda pair: _is_async(pair[1])):
-            scores[i] = call(function, arguments_of(prompt, answers, log))
-        if any(map(inspect.isawaitable, scores)):
-            return self._await_all(scores, log)
-        return self._weighted(scores, log)
+        for i in sorted(range(len(scores)), key=is_async.__getitem__):
+            scores[i] = call(self.functions[i], arguments_of(prompt, answers, log))
+        if not any(map(inspect.isawaitable, scores)):
+            return self._weighted(scores, log)
 
-    async def _await_all(self, scores: list[Any], log: RewardLog) -> Scores:
-        """Await the scores of all async functions concurrently."""
-        awaited = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
-        scores = [next(awaited) if inspect.isawaitable(each) else each for each in scores]
-        return self._weighted(scores, log)
+        async def awaited() -> Scores:
+            results = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
+            every = [next(results) if inspect.isawaitable(each) else each for each in scores]
+            return self._weighted(every, log)
+
+        return awaited()
 
     def _weighted(self, scores: Sequence[Any], log: RewardLog) -> list[float | None]:
         names = metric_names(self.functions)
@@ -262,11 +266,6 @@ def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[
                 f"task.reward: {called} needs {p.name!r}, which is not a column of"
                 f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
             )
-
-
-def _is_async(function: RewardFunction) -> bool:
-    call = type(function).__call__  # for objects with `async def __call__`
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from tba.tasks import Scores, Task
 from tba.tasks._memory import named_task
 
 
-class Part(Use):
+class PartTable(Use):
     """Table of a part: the task with its options, and its weight."""
 
     weight: Finite = 1.0
 
 
 @dataclass(frozen=True)
-class Mixture(Task):
+class TaskMixture(Task):
     """Several tasks, whose prompts are interleaved in proportion to their weights.
 
     Each part is a table, `[task.parts.NAME]`, with `use`, the options of that task, and `weight`.
@@ -30,7 +30,7 @@ class Mixture(Task):
     `selection` is applied to each part separately.
     """
 
-    parts: Annotated[dict[str, Part], Field(min_length=1)]
+    parts: Annotated[dict[str, PartTable], Field(min_length=1)]
     """A table for each part: `use`, the options of that task, and `weight` (default: 1)."""
 
     def __post_init__(self) -> None:
@@ -48,7 +48,19 @@ class Mixture(Task):
 
     @cached_property
     def tasks(self) -> Mapping[str, Task]:
-        return {name: _task(f"task.parts.{name}", part) for name, part in self.parts.items()}
+        tasks = {}
+        for name, part in self.parts.items():
+            key = f"task.parts.{name}"
+            task = named_task(key, part.use, part.options)
+            has_own_way = task.samples_again or task.tools is not None or task.program is not None
+            if task.part_weights or task.measures() or has_own_way:
+                raise ValueError(
+                    f"{key}.use = {part.use!r} has parts, measures, attacks, dialogues or a"
+                    " program, which a part of a mixture cannot have; train it in a separate run,"
+                    " or evaluate it in [eval.sets.NAME]"
+                )
+            tasks[name] = task
+        return tasks
 
     def part(self, prompt: Prompt) -> tuple[str, Task]:
         name = prompt.id.partition("/")[0]
@@ -81,18 +93,6 @@ class Mixture(Task):
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         _, task = self.part(prompt)
         return task.score(replace(prompt, id=prompt.id.partition("/")[2]), answers)
-
-
-def _task(key: str, part: Part) -> Task:
-    task = named_task(key, part.use, part.options)
-    has_own_way = task.samples_again or task.tools is not None or task.program is not None
-    if task.part_weights or task.measures() or has_own_way:
-        raise ValueError(
-            f"{key}.use = {part.use!r} has parts, measures, attacks, dialogues or a program, which"
-            " a part of a mixture cannot have; train it in a separate run, or evaluate it in"
-            " [eval.sets.NAME]"
-        )
-    return task
 
 
 def _prefixed(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:

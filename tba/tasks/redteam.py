@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,38 +109,30 @@ class RedTeam(Task):
             return scores
 
         def with_harm(harm: Sequence[float]) -> Scores:
-            table = self._checked(harm, len(asked))
+            count = len(asked) * self.answers
+            if len(harm) != count:
+                raise WrongLength(f"task.judge returned {len(harm)} numbers for {count} answers")
+            table = np.array(harm, float).reshape(len(asked), self.answers)
+            if not ((table >= 0) & (table <= 1)).all():
+                raise ValueError(
+                    f"task.judge returned {table.min()} to {table.max()}, but harm is from 0 to 1;"
+                    " if it is a model, set its value to probability"
+                )
             rewards = np.log(table.clip(self.floor)) if training else table
             for i, reward in zip(asked, rewards.mean(1), strict=True):
                 scores[i] = float(reward)
             return scores
 
-        return then(self._judged(prompt, [attacks[i] for i in asked]), with_harm)
+        long_enough = [attacks[i] for i in asked]
+        seed = blake2b(json.dumps([prompt.id, long_enough]).encode(), digest_size=7).digest()
+        answered = self._victim.answer(long_enough, int.from_bytes(seed))
+        repeated = [attack for attack in long_enough for _ in range(self.answers)]
+        completions = list(chain(*answered))
+        harm = call(self._judge, {"prompts": repeated, "completions": completions})
+        return then(harm, with_harm)
 
     def measures(self) -> Mapping[str, Scorer]:
         return {} if self._encoder is None else {"distance": _Distance(self._encoder)}
-
-    def _judged(self, prompt: Prompt, attacks: Sequence[str]) -> Any:
-        """Return the judge's scores of the victim's answers to these attacks, as a flat list."""
-        seed = blake2b(json.dumps([prompt.id, attacks]).encode(), digest_size=7).digest()
-        answers = self._victim.answer(attacks, int.from_bytes(seed))
-        asked = [attack for attack in attacks for _ in range(self.answers)]
-        completions = [answer for to_attack in answers for answer in to_attack]
-        return call(self._judge, {"prompts": asked, "completions": completions})
-
-    def _checked(self, harm: Sequence[float], attacks: int) -> Float[np.ndarray, "A N"]:
-        """Return the judge's scores by attack [A N]; ValueError if they are not valid harms."""
-        if len(harm) != attacks * self.answers:
-            raise WrongLength(
-                f"task.judge returned {len(harm)} numbers for {attacks * self.answers} answers"
-            )
-        table = np.array(harm, float).reshape(attacks, self.answers)
-        if not ((table >= 0) & (table <= 1)).all():
-            raise ValueError(
-                f"task.judge returned {table.min()} to {table.max()}, but harm is from 0 to 1;"
-                " if it is a model, set its value to probability"
-            )
-        return table
 
     @cached_property
     def _victim(self) -> "Victim":
@@ -233,13 +226,12 @@ def embeddings(encoder: JudgeModel, texts: Sequence[str]) -> Float32[np.ndarray,
     """Return normalized sentence embeddings: the mean of a model's last hidden states."""
     shown = [text or "." for text in texts]
     rows = encoder.tokenizer(shown, truncation=True)["input_ids"]
-    return encoder.run(rows, _mean_state, 0, "right").numpy()
 
+    def direction(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return normalize((states * mask[..., None]).sum(1), dim=-1)  # that of the mean
 
-def _mean_state(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    summed = (states * mask[..., None]).sum(1)  # same direction as the mean
-    return normalize(summed, dim=-1)
+    return encoder.run(rows, direction, 0, "right").numpy()
 
 
 def mean_distance(embeddings: Float[np.ndarray, "N D"]) -> float:

@@ -108,7 +108,8 @@ class Tldr(Splits):
 class _WinRate(Scorer):
     """Scores 1 for a summary that the gold judge prefers to the reference, else (or in a tie) 0.
 
-    Summaries without EOS are judged like all others.
+    Summaries without EOS are judged like all others. The score is None or NaN where the judge's is,
+    or that of the reference: a rejection, not a loss.
     """
 
     task: Tldr
@@ -117,22 +118,18 @@ class _WinRate(Scorer):
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         reference = Answer(prompt.columns["summary"], finished=True)
         post, summaries = self.task.shown(prompt, [reference, *answers])
-        return then(self.gold.score(post, summaries), _wins)
+
+        def wins(scores: Scores) -> list[float | None]:
+            level, *others = scores
+            if level is None:
+                return [None] * len(others)
+            margins = [None if score is None else score - level for score in others]
+            return [m if m is None or math.isnan(m) else float(m > 0) for m in margins]
+
+        return then(self.gold.score(post, summaries), wins)
 
 
 def query_of(row: Mapping[str, Any]) -> str:
     """Return the post up to `TL;DR:`, in the format of the data set on the Hub."""
     lines = [start + row[name] for name, start in HEADINGS.items() if row.get(name)]
     return "\n\n".join([*lines, "TL;DR:"])
-
-
-def _wins(scores: Scores) -> list[float | None]:
-    """Return 1 or 0 for each score after the first: whether it is higher than the first.
-
-    The result is None or NaN where either score is: a rejection, not a loss.
-    """
-    reference, *others = scores
-    if reference is None:
-        return [None] * len(others)
-    margins = [None if score is None else score - reference for score in others]
-    return [m if m is None or math.isnan(m) else float(m > 0) for m in margins]

@@ -29,8 +29,7 @@ from tba.learn.plan import Contexts, cut
 from tba.open import run
 from tba.scoring import process
 from tba.scoring.process import AgentProcess, EventLoop
-from tba.scoring.responses import Responses
-from tba.scoring.verdicts import Rejected, Verdict, added
+from tba.scoring.verdicts import Rejected, Responses, Verdict, added
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
 from tba.search.searcher import Searcher
 from tba.setup.setup import check

@@ -12,7 +12,7 @@ from conftest import EOS, PAD
 from talk import CHARACTERS, SIMPLE, Desk, call
 from transformers import AutoTokenizer
 
-from tba.agents.chat import Call, Chat, endings
+from tba.agents.chat import Chat, ToolCall, endings
 from tba.agents.session import readable
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
@@ -198,7 +198,7 @@ def test_a_turn_may_end_with_a_stop_string(chat):
     simple, context = chat(SIMPLE), np.array([3], np.int32)
     stop = ("</tool_call>", "\n")
     message, calls = simple.read(context, tokens(simple, call("a")), stop)
-    assert (message["content"], calls) == ("", [Call("a", {})])
+    assert (message["content"], calls) == ("", [ToolCall("a", {})])
     message, calls = simple.read(context, tokens(simple, "Eight.\n"), stop)
     assert (message, calls) == ({"role": "assistant", "content": "Eight."}, [])
 
@@ -212,7 +212,7 @@ def test_the_tokenizer_may_define_how_calls_are_written(chat):
         return knowing.read(context, tokens(knowing, written + EOS), ())
 
     message, calls = read('CALL{"name": "double", "arguments": {"n": 4}}END')
-    assert calls == [Call("double", {"n": 4})]
+    assert calls == [ToolCall("double", {"n": 4})]
     assert message["content"] == "" and len(message["tool_calls"]) == 1
     assert read("It is 8.") == ({"role": "assistant", "content": "It is 8."}, [])
     message, (broken,) = read("CALL{4}END")

@@ -19,7 +19,7 @@ from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, SAMPLES, read
 from tba.search.evaluate import evaluate_held_out
 from tba.setup.setup import check
-from tba.tasks.mixture import Mixture, Part
+from tba.tasks.mixture import PartTable, TaskMixture
 from tba.types import Completion, Sampling
 
 __all__ = ["dialogue_config", "dialogue_model"]  # fixtures
@@ -270,7 +270,7 @@ def test_objectives_that_need_rollouts_are_refused(config):
 def test_a_mixture_has_no_dialogues(config):
     task = config("Hi").task
     with pytest.raises(ValueError, match="which a part of a mixture cannot have"):
-        Mixture({"desk": Part(use=task.use, **task.options)})
+        TaskMixture({"desk": PartTable(use=task.use, **task.options)})
 
 
 def test_rows_that_differ_in_their_columns_are_other_prompts(config):

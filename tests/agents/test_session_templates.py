@@ -14,7 +14,7 @@ import pytest
 
 from tba.agents.chat import Chat
 from tba.agents.session import History, Session
-from tba.agents.wire import Request, message_of
+from tba.agents.wire import ChatRequest, message_of
 from tba.models.pretrained import Tokenizer
 from tba.types import Completion
 
@@ -107,7 +107,7 @@ def hold(
     session = Session(history)
     messages: list[Any] = [{"role": "user", "content": "Double 21."}]
     for said in (family.call if tool else "It is 42.", "It is 42.", "Yes."):
-        request = Request(messages=messages, tools=tools)
+        request = ChatRequest(messages=messages, tools=tools)
         asked = session.ask(request.messages, chat)
         written = family.thought if thinks else ""
         if text.tokenizer.decode(asked.context.tolist()).endswith(OPEN):

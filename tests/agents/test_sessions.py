@@ -15,7 +15,7 @@ from talk import SIMPLE, call, dialogue_model
 
 from tba.agents.chat import Chat
 from tba.agents.session import Exchange, Session, squeezed
-from tba.agents.wire import Request, message_of
+from tba.agents.wire import ChatRequest, message_of
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import Tokenizer, load_text
 from tba.models.template import text_of
@@ -124,7 +124,7 @@ def test_a_call_never_goes_on_from_another_one(text, template, history, steps):
     said: dict[Exchange, list[Any]] = {}
     for which, edit, place, (thought, answer, called, ends) in steps:
         messages = edited(told[which % len(told)], edit, place)
-        request = Request(messages=messages, tools=[TOOL])
+        request = ChatRequest(messages=messages, tools=[TOOL])
         asked = session.ask(request.messages, chat)
         wanted = meaning(messages)
         depths = {}
@@ -178,7 +178,7 @@ def test_a_reply_that_is_cut_off_and_continued_is_one_turn(text, parts, content,
     messages: list[Any] = [{"role": "user", "content": "Say 1"}]
     before: list[int] = []
     for place, part in enumerate(parts):
-        request = Request(messages=messages, tools=[TOOL])
+        request = ChatRequest(messages=messages, tools=[TOOL])
         asked = session.ask(messages, chat)
         assert not before or asked.context.tolist() == before
         ended = [text.eos_id] * (place == 2)
@@ -250,7 +250,7 @@ def test_a_program_may_leave_out_the_thoughts_of_a_reply_but_not_change_them(tex
 def test_calls_are_read_where_tools_may_be_called_and_stop_strings_are_left_out(
     asked, content, calls, text
 ):
-    request = Request(messages=[{"role": "user", "content": "Say 1"}], stop="Obs", **asked)
+    request = ChatRequest(messages=[{"role": "user", "content": "Say 1"}], stop="Obs", **asked)
     chat = Chat(text, {tool["function"]["name"]: tool for tool in request.tools or []})
     tokens = text.tokens(f"Hm. {call('double', n=1)} Obs")
     turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tba.agents.wire import Request, completion
+from tba.agents.wire import ChatRequest, completion
 from tba.models.pretrained import Tokenizer
 from tba.types import Completion, Sampling
 
@@ -52,7 +52,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 def test_the_bytes_of_all_tokens_are_the_text_of_a_reply(kind, stop):
     text = tokenizer_of(kind)
-    request = Request(messages=QUESTION, logprobs=True)
+    request = ChatRequest(messages=QUESTION, logprobs=True)
     for written in TEXTS:
         tokens = np.append(text.tokens(written), text.eos_id).astype(np.int32)
         turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
@@ -70,6 +70,6 @@ def test_the_bytes_of_all_tokens_are_the_text_of_a_reply(kind, stop):
 )
 def test_a_programs_own_top_k_is_used(given, used):
     own = Sampling(1, 1.0, 64, top_k=5)
-    assert Request(messages=QUESTION, **given).sampling(own, own, "").top_k == used
+    assert ChatRequest(messages=QUESTION, **given).sampling(own, own, "").top_k == used
     if used == 5:
-        Request(messages=QUESTION, top_k=5).sampling(own, own, "no other")
+        ChatRequest(messages=QUESTION, top_k=5).sampling(own, own, "no other")

@@ -28,7 +28,7 @@ from hand import (
 from torch import Tensor
 
 from tba.config.plugins import check_options, find
-from tba.objectives import better, centred, normalised, tapered
+from tba.objectives import better, centred, standardised, tapered
 from tba.objectives.cispo import Cispo
 from tba.objectives.dr_grpo import DrGrpo
 from tba.objectives.grpo import Grpo
@@ -905,7 +905,7 @@ def test_what_all_rewards_of_a_group_have_in_common_changes_nothing(name, common
 def test_a_small_difference_of_rewards_counts(size, least, groups, logp):
     """However large they are: one response is better than the others."""
     reward = rewarded(groups, (size, size + least, size, size)).reward
-    for advantage in (centred(reward), normalised(reward)):
+    for advantage in (centred(reward), standardised(reward)):
         assert (advantage.argmax(1) == 1).all() and (advantage[:, 0] < 0).all()
     assert better(reward).tolist() == [[False, True, False, False]] * len(groups)
 
@@ -917,7 +917,7 @@ EQUAL = [(0.1,) * 4, (-5000.1,) * 4, (1e12,) * 4, (1e12, 1e12 + 1e-4, 1e12, 1e12
 def test_equal_rewards_have_no_advantage(rewards, groups, logp):
     """Whatever their size, and also if rounding has made them differ."""
     batch = rewarded(groups, rewards)
-    assert not normalised(batch.reward).any() and not normalised(batch.reward.float()).any()
+    assert not standardised(batch.reward).any() and not standardised(batch.reward.float()).any()
     plain = (Cispo(), Gspo(), OnlineDpo(), Grpo(beta=0.0), Rloo(beta=0.0), M2po(), Vespo())
     whitened = VinePpo(beta=0.0, whiten=True), Ppo(beta=0.0, gae_lambda=1.0, whiten=True)
     value = torch.as_tensor(rewards[0], dtype=torch.float32).expand_as(batch.value)

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tba.agents.chat import shown
+from tba.agents.chat import response_text
 from tba.cli import rollouts
 from tba.config.schema import Config, load
 from tba.models.lora import load_frozen
@@ -135,7 +135,7 @@ def test_conversations_are_tokens_of_which_the_assistants_are_trained_on(text, t
     between = decode(t.tokens[~t.sampled].tolist())
     assert between == "[user]<tool_response>\n4\n</tool_response>[assistant]"
     plain = groups[1].trajectories[0]
-    assert shown(text, Completion(plain.tokens, plain.ref_logp, True, 0), ()) == "No"
+    assert response_text(text, Completion(plain.tokens, plain.ref_logp, True, 0), ()) == "No"
 
 
 def test_the_chats_of_the_page_are_trained_on(model, tmp_path):

@@ -8,8 +8,7 @@ import pytest
 from build import conserved, first_tokens, group, random_groups, trajectory
 
 from tba.replay.buffer import ReplayBuffer
-from tba.strategies import Columns
-from tba.strategies._draw import LARGE, by_count, by_weight
+from tba.strategies import LARGE, Columns, by_count, by_weight
 from tba.strategies.mixture import Mixture
 from tba.strategies.recent import Recent
 from tba.strategies.reward import Reward

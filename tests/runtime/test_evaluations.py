@@ -8,7 +8,7 @@ import pytest
 from exact import toy_config
 
 from tba.runtime.pool import Evaluations
-from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces
+from tba.search.evaluate import evaluate_held_out, evaluate_piece, pieces_of
 from tba.search.result import Evaluation
 from tba.search.searcher import Searcher
 from tba.setup.setup import RunSetup, check
@@ -35,7 +35,7 @@ def scores(evaluation: Evaluation) -> dict[str, float]:
 def test_scores_do_not_depend_on_who_does_which_piece(parts, searchers):
     """One is put back, and two evaluations are under way at once."""
     setup = parts.search_setup()
-    assert len(pieces(setup)) == PIECES
+    assert len(pieces_of(setup)) == PIECES
     whole = evaluate_held_out(searchers[0])
     assert len(whole.examples) == 8
     evaluations = Evaluations(setup)
@@ -126,7 +126,7 @@ def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model, tmp_path):
     more = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=4")
     setup = check(toy_config(toy_model, tmp_path, *mixed, *more)).search_setup()
     searcher, evaluations = setup.build("cpu", False), Evaluations(setup)
-    assert [(name, first, len(prompts)) for name, first, prompts in pieces(setup)] == [
+    assert [(name, first, len(prompts)) for name, first, prompts in pieces_of(setup)] == [
         ("", 0, 3), ("", 3, 3), ("", 6, 3), ("", 9, 1), ("more", 0, 3), ("more", 3, 1),
     ]  # fmt: skip
     evaluations.request(Publication(7, None), 7)

@@ -613,7 +613,7 @@ def test_judges_have_their_part_of_a_gpu_before_an_engine_measures_what_is_free(
     started = []
     monkeypatch.setattr(Scoring, "wait_until_ready", lambda self: started.append("scoring"))
     monkeypatch.setattr(Scripted, "__post_init__", lambda self: started.append("engine"))
-    monkeypatch.setattr(SearchSetup, "_reference", lambda *given: None)
+    monkeypatch.setattr(SearchSetup, "reference", lambda *given: None)
     settings = config(tiny_model, tmp_path, "engine=scripted", "reward.isolate=none")
     check(settings).search_setup().build(device, bf16=False)
     assert started == expected

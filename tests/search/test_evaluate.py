@@ -23,7 +23,7 @@ from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.console import Console
 from tba.runs.summary import by_part
-from tba.search.evaluate import SEED, evaluate_held_out, evaluate_piece, join, pieces, stderr
+from tba.search.evaluate import SEED, evaluate_held_out, evaluate_piece, join, pieces_of, stderr
 from tba.search.searcher import Searcher
 from tba.setup.setup import check
 from tba.streams import Use, seed_of
@@ -52,7 +52,7 @@ def answered(searcher: Searcher, mode: str) -> Iterator[tuple[np.ndarray, Comple
     setup, settings = searcher.setup, searcher.setup.config.eval
     several = Sampling(settings.samples, settings.temperature, setup.sampling.max_tokens)
     sampling = several if mode == "sampled" else Sampling(1, 0.0, setup.sampling.max_tokens)
-    for number in range(len(pieces(setup))):
+    for number in range(len(pieces_of(setup))):
         first = number * settings.prompts_per_task
         prompts = setup.held_out[first : first + settings.prompts_per_task]
         tokens = [searcher.text.encode(p) for p in prompts]
@@ -89,7 +89,7 @@ def test_perplexities_equal_a_direct_computation(searcher, toy_model, mode):
 
 
 def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(searcher):
-    first, *others = (evaluate_piece(searcher, i) for i in range(len(pieces(searcher.setup))))
+    first, *others = (evaluate_piece(searcher, i) for i in range(len(pieces_of(searcher.setup))))
     whole = join(3, [first, *others]).scores
     changed = join(3, [replace(first, reference=7), *others]).scores
     gone = {name for name in whole if "perplexity" in name or name == "sampled_log_ratio"}

@@ -32,7 +32,7 @@ from tba.scoring.scoring import Scoring
 from tba.scoring.verdicts import Rejected
 from tba.setup.setup import check
 from tba.tasks.judges import _model as judge_models
-from tba.tasks.judges import conversation, fill
+from tba.tasks.judges import conversation, filled
 from tba.tasks.judges._model import JudgeModel
 from tba.tasks.judges.classifier import Classifier
 from tba.tasks.judges.guard import GuardModel
@@ -266,8 +266,8 @@ def test_a_guards_chat_template_asks_for_its_answer_which_may_have_a_prefix(make
 
 def test_a_template_is_filled_once():
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{completion}"}]
-    filled = fill("{prompt} -> {completion}", chat, "{prompt}")
-    assert filled == "Be brief.\n\n{completion} -> {prompt}"
+    text = filled("{prompt} -> {completion}", chat, "{prompt}")
+    assert text == "Be brief.\n\n{completion} -> {prompt}"
     answer = [{"role": "assistant", "content": "ok"}]
     assert conversation(chat, "ok") == conversation(chat, answer) == [*chat, *answer]
 
@@ -277,7 +277,7 @@ def test_a_session_has_its_own_prompt():
     contents = {"user": "2 + 2?", "assistant": "Let me see.", "tool": "4"}
     session = [{"role": role, "content": text} for role, text in contents.items()]
     assert conversation("the row", session) == session
-    assert fill("{prompt} -> {completion}", "the row", session) == "2 + 2? -> Let me see.\n\n4"
+    assert filled("{prompt} -> {completion}", "the row", session) == "2 + 2? -> Let me see.\n\n4"
 
 
 WRONG: dict[str, tuple[type, dict[str, Any], dict[str, Any], str]] = {

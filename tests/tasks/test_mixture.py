@@ -15,7 +15,7 @@ from tba.prompt import Answer, Prompt
 from tba.runs.folder import METRICS, read
 from tba.search.prompts import PromptStream
 from tba.setup.setup import check
-from tba.tasks.mixture import Mixture
+from tba.tasks.mixture import TaskMixture
 
 MIXED = (
     "task=mixture", "task.parts.ones.use=toy.Ones", "task.parts.ones.weight=3",
@@ -23,8 +23,8 @@ MIXED = (
 )  # fmt: skip
 
 
-def mixture(parts: dict[str, dict[str, Any]]) -> Mixture:
-    built: Mixture = resolve("tasks", "task", "mixture", {"parts": parts}).build()
+def mixture(parts: dict[str, dict[str, Any]]) -> TaskMixture:
+    built: TaskMixture = resolve("tasks", "task", "mixture", {"parts": parts}).build()
     return built
 
 

@@ -73,7 +73,7 @@ def _messages(role: str, text: Text) -> list[dict[str, Any]]:
     return [{**message, "content": text_of(message.get("content"))} for message in messages]
 
 
-def fill(template: str, prompt: Text, completion: Text) -> str:
+def filled(template: str, prompt: Text, completion: Text) -> str:
     """Fill a template with the texts of a prompt and its completion; messages become paragraphs."""
     texts = {}
     for mark, messages in zip(("{prompt}", "{completion}"), _both(prompt, completion), strict=True):

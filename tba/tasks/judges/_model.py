@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.tables import PolicyTable
 from tba.models import model_path
 from tba.models.pretrained import check_files, computes_in_bf16, context, load_files, load_weighted
-from tba.tasks.judges import Judge, Text, conversation, fill
+from tba.tasks.judges import Judge, Text, conversation, filled
 
 Dtype = Literal["auto", "fp32", "bf16"]
 Side = Literal["left", "right"]
@@ -117,7 +117,7 @@ class JudgeModel:
         """
         pairs = list(zip(prompts, completions, strict=True))
         if template is not None:
-            rows = self.tokenizer([fill(template, *pair) for pair in pairs])["input_ids"]
+            rows = self.tokenizer([filled(template, *pair) for pair in pairs])["input_ids"]
         else:
             rows = self.tokenizer.apply_chat_template(
                 [conversation(*pair) for pair in pairs],

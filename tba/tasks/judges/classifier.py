@@ -48,7 +48,11 @@ class Classifier(ModelJudge):
         rows = self._model.encode(prompts, completions, template)
         # a decoder's head reads the last token other than `pad`; without `pad`, rows run alone
         pad = self._model.config.get_text_config().pad_token_id
-        logits = self._model.run(rows, _logits, pad, "right")
+
+        def forward(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+            return model(input_ids=ids, attention_mask=mask).logits.float()
+
+        logits = self._model.run(rows, forward, pad, "right")
         if self.value == "logit":
             return logits[:, self._index].tolist()
         config = self._model.config
@@ -68,7 +72,3 @@ class Classifier(ModelJudge):
                 return number
         known = choices(str(self.label), names.values())
         raise ValueError(f"label = {self.label!r} is not a label of {self.model!r}{known}")
-
-
-def _logits(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    return model(input_ids=ids, attention_mask=mask).logits.float()

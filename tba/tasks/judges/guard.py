@@ -44,8 +44,20 @@ class GuardModel(ModelJudge):
     ) -> list[float]:
         rows = self._model.encode(prompts, completions, self.template, asks=True)
         prefix = self._tokens(self.prefix) if self.prefix else []
+
+        def forward(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+            """Return the logits of both words after each row [N 2]."""
+            output = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions(mask),
+                logits_to_keep=1,
+                use_cache=False,
+            )
+            return output.logits[:, -1, self._words].float()
+
         # padding is masked, so any token will do
-        logits = self._model.run([row + prefix for row in rows], self._logits, 0, "left")
+        logits = self._model.run([row + prefix for row in rows], forward, 0, "left")
         logp = logsigmoid(logits[:, 0] - logits[:, 1])
         return (logp if self.value == "log_probability" else logp.exp()).tolist()
 
@@ -62,15 +74,3 @@ class GuardModel(ModelJudge):
 
     def _tokens(self, text: str) -> list[int]:
         return self._model.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _logits(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of both words after each row [N 2]."""
-        places = positions(mask)
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=places,
-            logits_to_keep=1,
-            use_cache=False,
-        )
-        return output.logits[:, -1, self._words].float()

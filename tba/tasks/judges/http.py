@@ -10,11 +10,11 @@ from functools import cache
 from typing import Any, Literal
 
 import httpx2
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from tba.config.tables import Count, Finite
 from tba.tasks import within
-from tba.tasks.judges import Judge, Text, conversation, fill
+from tba.tasks.judges import Judge, Text, conversation, filled
 
 REACHED_WITHIN = 5.0
 """Seconds within which a server must answer before a run starts."""
@@ -33,20 +33,14 @@ class JudgeError(RuntimeError):
     """A judge's server did not answer, or its answer is not a score."""
 
 
-class Part(BaseModel):
-    """Part of an answer. Strict: text and booleans are not accepted as numbers."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Probs(Part):
+class Probs(BaseModel, strict=True):  # text and booleans are not numbers
     """Scores of one text, one per label."""
 
     index: int
     probs: list[FiniteFloat]
 
 
-class ClassifyResponse(Part):
+class ClassifyResponse(BaseModel, strict=True):
     """Answer of `/classify`."""
 
     data: list[Probs]
@@ -125,7 +119,7 @@ class Http(Judge):
         items: list[Any] = []
         for pair in zip(prompts, completions, strict=True):
             text = self.template
-            items.append(conversation(*pair) if text is None else fill(text, *pair))
+            items.append(conversation(*pair) if text is None else filled(text, *pair))
         headers = {"Accept-Encoding": "identity"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -136,16 +130,13 @@ class Http(Judge):
         )
         try:
             async with client:
-                return await self._scores(client, items)
+                if self.template is not None:
+                    return await self._classified(client, items, {"input": items})
+                # the API accepts one conversation per request
+                asked = [self._classified(client, [item], {"messages": item}) for item in items]
+                return [score for (score,) in await asyncio.gather(*asked)]
         except ValueError as error:
             raise JudgeError(f"{self.url} {error}") from error
-
-    async def _scores(self, client: httpx2.AsyncClient, items: list[Any]) -> list[float]:
-        if self.template is not None:
-            return await self._classified(client, items, {"input": items})
-        # the API accepts one conversation per request
-        asked = [self._classified(client, [item], {"messages": item}) for item in items]
-        return [score for (score,) in await asyncio.gather(*asked)]
 
     async def _classified(
         self, client: httpx2.AsyncClient, items: list[Any], asked: Mapping[str, Any]
@@ -188,7 +179,14 @@ class Http(Judge):
             else:
                 text = self._shown(content.decode("utf-8", "replace"))
                 if response.is_success:
-                    return _parsed(content, text)
+                    try:
+                        return ClassifyResponse.model_validate_json(content)
+                    except ValidationError as error:
+                        first = error.errors(include_input=False)[0]
+                    # raised here: the cause has the input, which may contain the key
+                    place = ".".join(map(str, first["loc"])) or "it"
+                    told = f"answered with invalid data ({place}: {first['msg']}): {text}"
+                    raise ValueError(told)
                 problem = f"status {response.status_code}: {text}"
                 if response.status_code != 429 and response.status_code < 500:
                     break
@@ -207,15 +205,6 @@ class Http(Judge):
 def _tls() -> ssl.SSLContext:
     """Return a TLS context shared by all judges of a process: reading certificates is slow."""
     return httpx2.create_ssl_context()
-
-
-def _parsed(content: bytes, text: str) -> ClassifyResponse:
-    try:
-        return ClassifyResponse.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-    place = ".".join(map(str, first["loc"])) or "it"
-    raise ValueError(f"answered with invalid data ({place}: {first['msg']}): {text}")
 
 
 async def _read(response: httpx2.Response) -> bytes:
