@@ -8,17 +8,21 @@ import logging
 import os
 import sys
 import textwrap
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
-import tba
-from tba.config.errors import check_docstrings, check_secrets, choices, printable, refuse
+from tba.config.hints import inner_table, without_table
+from tba.config.mistakes import choices, refuse
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
-from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
+from tba.config.schema import DEFAULT, Config, check_docstrings, load, read_toml
+from tba.config.secrets import check_secrets
 from tba.config.tables import PLUGGED, Table
+from tba.display import printable
+from tba.errors import RewardError, StepError
 from tba.runs.console import announce
 from tba.runs.folder import Replay, is_full, is_run
 from tba.setup.checks import (
@@ -58,7 +62,7 @@ Step = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"tba {tba.__version__}")
+        print(f"tba {installed_version('tba')}")
         raise Exit
 
 
@@ -378,12 +382,7 @@ def main() -> None:
         app()
     except (ValueError, TimeoutError) as error:
         _fail(error, 2)
-    except RuntimeError as error:
-        from tba.engines import RewardError  # not above: these import PyTorch
-        from tba.types import StepError
-
-        if not isinstance(error, RewardError | StepError):
-            raise
+    except (RewardError, StepError) as error:
         _fail(error, 1)
     except OSError as error:
         if is_full(error):

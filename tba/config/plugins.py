@@ -29,9 +29,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.errors import about, check_secrets, choices, explain, read_secrets, reason, together
-from tba.config.schema import NEAREST, Config, elsewhere, inner_table
-from tba.config.tables import FILLED_IN, PLUGGED, Positive, Table, Use
+from tba.config.hints import NEAREST, elsewhere, inner_table
+from tba.config.mistakes import about, choices, explain, reason, together
+from tba.config.secrets import check_secrets, read_secrets
+from tba.config.tables import FILLED_IN, PLUGGED, ConfigTables, Positive, Table, Use
 
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
@@ -45,6 +46,7 @@ MEMBERS = {
 """Members, own or inherited, that identify the plug-ins of a kind."""
 
 
+AnyConfig = TypeVar("AnyConfig", bound=ConfigTables)
 Number = TypeVar("Number", bound=float)
 """Type of an option, such as `PositiveFloat`."""
 
@@ -275,12 +277,12 @@ class Plugins:
     selection: Plugin
 
 
-def resolve_all(config: Config) -> Plugins:
+def resolve_all(config: ConfigTables) -> Plugins:
     """Find the five plug-ins of a config and check their options; ValueError if one is wrong."""
     return Plugins(*resolved(config, PLUGGED))
 
 
-def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
+def resolved(config: ConfigTables, tables: Collection[str]) -> list[Plugin]:
     """Return the plug-ins that these tables name; ValueError if one is wrong."""
 
     def of_table(table: str) -> Plugin:
@@ -292,20 +294,22 @@ def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
     return together(*(partial(of_table, each) for each in PLUGGED if each in tables))
 
 
-def mistakes(
+def mistakes_in(
     model: type[Table], plain: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[str]:
     """Return the mistakes in tables: these errors, and others that do not depend on wrong keys."""
     told = [_explained(model, each) for each in errors]
     wrong = [each["loc"][:2] for each in errors]
-    if model is not Config or () in wrong:  # () is the place of keys that contradict each other
+    if (
+        not issubclass(model, ConfigTables) or () in wrong
+    ):  # () is the place of keys that contradict each other
         return told
     rest = {name: table for name, table in plain.items() if (name,) not in wrong}
     for name, table in rest.items():
         if isinstance(table, Mapping):
             rest[name] = {key: v for key, v in table.items() if (name, key) not in wrong}
     try:
-        left = Config(**rest)
+        left = model(**rest)
         resolved(left, left.model_fields_set)
     except ValueError as error:
         keys = {place[-1] for place in wrong}
@@ -353,7 +357,7 @@ def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
     return f"unknown key {where!r}{choices(name, known, every)}"
 
 
-def with_defaults(config: Config) -> Config:
+def with_defaults(config: AnyConfig) -> AnyConfig:
     """Return the config with all options of its plug-ins, because defaults may change later.
 
     The engine also has defaults for `[runtime]`.

@@ -409,3 +409,23 @@ class LogTable(Table):
         " environment variable WANDB_PROJECT, or tba",
     )
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: never")
+
+
+class ConfigTables(Table):
+    """The tables of a config by name, without the rules that hold between them."""
+
+    run: RunTable = RunTable()
+    policy: PolicyTable = PolicyTable()
+    task: TaskTable = TaskTable()
+    engine: EngineTable = EngineTable(use="transformers")
+    sampling: SamplingTable = SamplingTable()
+    objective: Use = Use(use="tb")
+    strategy: Use = Use(use="mixture")
+    selection: Use = Use(use="cyclic")
+    replay: ReplayTable = ReplayTable()
+    trainer: TrainerTable = TrainerTable()
+    runtime: RuntimeTable = RuntimeTable()
+    reward: RewardTable = RewardTable()
+    eval: EvalTable = EvalTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    log: LogTable = LogTable()

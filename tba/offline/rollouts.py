@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 
 from tba.agents.chat import Chat, shown
 from tba.agents.session import Session, readable, squeezed
-from tba.config.errors import about, choices
+from tba.config.mistakes import about, choices
 from tba.config.schema import Config
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer, load_text

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.errors import size
 from tba.config.schema import Config, read_json
-from tba.learn import Trainer, TrainerLost, TrainerSizes
+from tba.display import size
+from tba.errors import TrainerLost
+from tba.learn import Trainer, TrainerSizes
 from tba.learn.optimizer import MOMENTS
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer

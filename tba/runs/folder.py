@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.schema import Config, read_json
 
 METRICS = "metrics.jsonl"

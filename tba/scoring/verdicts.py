@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tba.config.errors import masked
+from tba.config.mistakes import masked
 from tba.prompt import Answer
 from tba.tasks import Itemized, WrongLength, listed, number
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from tba.agents.chat import check_stop, encoder, identity
 from tba.agents.environment import check_tools
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import unread
 from tba.prompt import Prompt
-from tba.search.searcher import EvaluationSet
+from tba.search.prompts import EvaluationSet
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task
 from tba.tasks._rendering import Rendering

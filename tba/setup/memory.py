@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import torch
 
-from tba.config.errors import size
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
+from tba.display import size
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS

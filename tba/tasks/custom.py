@@ -19,8 +19,9 @@ from traceback import extract_tb
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tba.config.errors import masked, read_secrets
+from tba.config.mistakes import masked
 from tba.config.plugins import JUDGES, check_options, resolve
+from tba.config.secrets import read_secrets
 from tba.config.tables import FILLED_IN, Count, Finite, Positive, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.tables import Finite, Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Scores, Task

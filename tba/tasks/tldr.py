@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.tables import Use
 from tba.prompt import Answer, Prompt
 from tba.tasks import Scorer, Scores

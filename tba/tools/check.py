@@ -13,8 +13,9 @@ import numpy as np
 
 from tba.agents.chat import encoder
 from tba.agents.environment import open_all
-from tba.config.errors import FEW, size
+from tba.config.mistakes import FEW
 from tba.config.schema import Config
+from tba.display import size
 from tba.learn.trainer import SingleTrainer
 from tba.models.decoding import decode
 from tba.models.pretrained import computes_in_bf16

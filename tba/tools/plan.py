@@ -11,7 +11,7 @@ from statistics import fmean
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config
-from tba.runs import folder as log
+from tba.runs.folder import METRICS, read, read_config
 from tba.runs.summary import Summary
 from tba.runtime.placement import PUBLICATIONS
 from tba.setup.memory import Machine, MemoryEstimate
@@ -69,8 +69,8 @@ def rates_of(
 def _measured(run: Path) -> dict[str, float]:
     """Return the rates of a finished run; `decode` includes time for rewards and the reference."""
     summary = Summary.read(run)
-    before = log.read_config(run)
-    rows = [row for row in log.read(run / log.METRICS) if "step_time" in row]
+    before = read_config(run)
+    rows = [row for row in read(run / METRICS) if "step_time" in row]
     if not rows or summary.samples_generated == 0:
         what = "searched" if rows else "trained"
         raise ValueError(f"{run} has {what} nothing; name another run, or leave out --run")

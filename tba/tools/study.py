@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from tba.config.errors import about, masked, printable
+from tba.config.mistakes import about, masked
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
+from tba.display import printable
 from tba.runs.folder import (
     CONFIG,
     METRICS,

@@ -10,9 +10,9 @@ import pytest
 from build import config
 from toy import Ones
 
-from tba.config.errors import is_secret
 from tba.config.plugins import options_of, resolve, with_defaults
 from tba.config.schema import Config, load
+from tba.config.secrets import is_secret
 from tba.config.tables import Use
 from tba.offline.eval import export
 from tba.open import run

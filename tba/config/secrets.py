@@ -1,15 +1,12 @@
-"""Error messages about a config, and the secrets that no message or file may contain."""
+"""Secrets: which texts of a config are secret, and the variables that hold them."""
 
 import dataclasses
-import difflib
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic_core import ErrorDetails
+from tba.config.mistakes import KNOWN
 
 WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 SECRET = re.compile(
@@ -35,90 +32,6 @@ PASSWORD = re.compile(
 NAMED = re.compile(r"env:\w+")
 """The name of an environment variable, which stands for its value."""
 
-KNOWN: set[str] = set()
-"""Secrets that this process has read."""
-
-FEW = 6
-"""Maximum number of names that a message lists."""
-
-
-def printable(text: str) -> str:
-    """Return untrusted text with control characters of the terminal escaped."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
-def check_docstrings() -> None:
-    """Raise ValueError if Python strips docstrings."""
-    if sys.flags.optimize > 1:
-        raise ValueError(
-            "Python leaves out docstrings (PYTHONOPTIMIZE=2, or -OO), which transformers needs to"
-            " load models; unset PYTHONOPTIMIZE, or set it to 1"
-        )
-
-
-def explain(name: str, *errors: ErrorDetails) -> str:
-    """Return an error message for a value, from pydantic's error, or errors in case of a union."""
-    first = errors[0]["type"]
-    if first == "missing":
-        return f"{name} is missing"
-    if first in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key {name!r}"
-    reasons = " or ".join(dict.fromkeys(map(reason, errors)))
-    told = reasons.replace(" or Input should be ", " or ")
-    return f"{name} = {errors[0]['input']!r}: {told}"
-
-
-def reason(error: ErrorDetails) -> str:
-    """Return pydantic's message, or the message of a validator's ValueError."""
-    return error["msg"].removeprefix("Value error, ")
-
-
-def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> str:
-    """Return the end of an error message about an unknown name: the nearest and all known names.
-
-    If there are more than `FEW`, `all_of_them` says where they are listed.
-    """
-    known = list(known)
-    by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    nearest = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
-    if all_of_them is not None and len(known) > FEW:
-        return f"{nearest}; {all_of_them}"
-    return f"{nearest}; known: {', '.join(known) or 'none'}"
-
-
-def refuse(mistakes: Iterable[str]) -> None:
-    """Raise ValueError with a line for each mistake; do nothing without any."""
-    if lines := "\n".join(dict.fromkeys(mistakes)):
-        raise ValueError(lines)
-
-
-def together(*checks: Callable[[], Any]) -> list[Any]:
-    """Run all checks, and return their results; ValueError with the mistakes of all of them."""
-    results = []
-    mistakes: list[str] = []
-    for check in checks:
-        try:
-            results.append(check())
-        except ValueError as error:
-            mistakes += str(error).splitlines()
-    refuse(mistakes)
-    return results
-
-
-@contextmanager
-def about(place: str) -> Iterator[None]:
-    """Prefix the message of a ValueError raised in the block with a place."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place}: {masked(str(error))}") from error
-
-
-def size(number: float) -> str:
-    """Return a number of bytes in GB or MB."""
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
-
 
 def is_secret(name: object, value: str = "") -> bool:
     """Return whether a name, such as `apiKey`, or the value itself shows that it is secret."""
@@ -143,13 +56,6 @@ def check_secrets(name: str, value: Any) -> None:
 def read_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with their secrets filled in; ValueError if a variable is not set."""
     return _replaced("", options, False, _read)
-
-
-def masked(text: str) -> str:
-    """Return text, such as an error of a user's function, with known secrets masked."""
-    for secret in KNOWN:
-        text = text.replace(secret, "***")
-    return text
 
 
 def _check(place: str, text: str) -> str:
