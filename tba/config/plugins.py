@@ -11,7 +11,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import (
@@ -86,8 +86,18 @@ class Plugin:
 
     def at(self, step: int) -> Any:
         """Return the instance for a step, with each schedule replaced by its value at that step."""
+        scheduled = {n: v.at(step) for n, v in self.options.items() if isinstance(v, Schedule)}
+        return dataclasses.replace(self._first, **scheduled) if scheduled else self._first
+
+    @cached_property
+    def _first(self) -> Any:
+        """The instance with the first value of each schedule, built once: it may read secrets."""
         given = read_secrets(self.options).items()
-        return self.cls(**{n: v.at(step) if isinstance(v, Schedule) else v for n, v in given})
+        return self.cls(**{n: v.at(0) if isinstance(v, Schedule) else v for n, v in given})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options as they are written: no secret is in a message to another process."""
+        return {"cls": self.cls, "options": self.options}
 
     def build(self, *positional: Any) -> Any:
         """Return an instance. The fields that the run fills in are positional."""

@@ -30,7 +30,7 @@ from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
-from tba.runs.folder import CHECKPOINTS, own_folder, read_evaluations
+from tba.runs.folder import CHECKPOINTS, own_folder, ranked_score, read_evaluations
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -259,8 +259,8 @@ def score_of(scores: Mapping[str, float]) -> float:
     """
     if scores.get("sampled_rejected") == 1:
         return -math.inf
-    name = "sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"
-    return float(f"{scores[name]:.9g}")
+    _, score, _ = ranked_score(scores)
+    return float(f"{score:.9g}")
 
 
 def read_scores(run: Path) -> dict[int, float]:

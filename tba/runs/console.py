@@ -9,7 +9,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from tba.config.schema import Config
-from tba.runs.folder import SUMMARY, resumes
+from tba.runs.folder import SUMMARY, ranked_score, resumes
 from tba.runs.metrics import EACH_REWARD, shown
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line is printed before that
@@ -150,7 +150,8 @@ class Console:
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation as one line: pass@1 or else the reward, and the task's own metrics."""
     reward = REWARD + (GREEDY if "greedy_reward" in scores else "")
-    parts = [(PASS if "sampled_pass@1" in scores else reward).format_map(scores)]
+    kind, _, _ = ranked_score(scores)
+    parts = [(PASS if kind == "pass@1" else reward).format_map(scores)]
     for name, value in scores.items():
         if name.startswith("pass@") and not name.endswith("stderr"):
             parts.append(f"{name} {value:.3f}")

@@ -155,10 +155,17 @@ def evaluations_in(metrics: Iterable[Row]) -> list[dict[str, float]]:
     evaluations = []
     for row in metrics:
         scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
-        errors = [scores[n] for n in ("sampled_stderr", "sampled_reward_stderr") if n in scores]
-        if errors and "sampled_reward" in scores:
-            evaluations.append({**scores, "step": float(row["step"]), "stderr": errors[0]})
+        if scores.keys() >= {"sampled_reward", "sampled_reward_stderr"}:
+            _, _, stderr = ranked_score(scores)
+            evaluations.append({**scores, "step": float(row["step"]), "stderr": stderr})
     return sorted(evaluations, key=lambda scores: scores["step"])
+
+
+def ranked_score(scores: Mapping[str, float]) -> tuple[str, float, float]:
+    """Return the score that ranks evaluations: pass@1 or else reward, its value, and its error."""
+    if "sampled_pass@1" in scores:
+        return "pass@1", scores["sampled_pass@1"], scores["sampled_stderr"]
+    return "reward", scores["sampled_reward"], scores["sampled_reward_stderr"]
 
 
 def read_warnings(run: Path) -> dict[str, str]:

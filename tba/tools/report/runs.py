@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from tba.display import duration
 from tba.runs.folder import (
     CONFIG,
     METRICS,
@@ -29,7 +30,6 @@ from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
 from tba.tools.report.page import (
     MODES,
-    duration,
     fitted,
     measures_of,
     names,
