@@ -246,7 +246,10 @@ def _assemble(
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, free, bf16, console.phase), now=0)
     torch.cuda.empty_cache()  # memory of deleted models, which a rank may need
-    _describe_prompts(console, setup, rollouts)
+    if rollouts:
+        console.note(described(rollouts, c))
+    for line in [setup.counts, *(f"note: {note}" for note in setup.notes), *setup.endings]:
+        console.note(line)
     job = SearchJob(setup.search_setup(), stream, console.phase)
     searchers = open_searchers(
         job, place, cluster, trainer, lambda: stop.requested, search, progress.step
@@ -266,12 +269,3 @@ def _assemble(
     closing.callback(run.journal.close)
     closing.enter_context(run.checkpoints)
     return run
-
-
-def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Group]) -> None:
-    """Show the numbers of prompts and logged rollouts, and notes about them."""
-    if rollouts:
-        console.note(described(rollouts, setup.config))
-    console.note(setup.counts)
-    for line in [*(f"note: {note}" for note in setup.notes), *setup.endings]:
-        console.note(line)

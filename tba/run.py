@@ -237,22 +237,18 @@ class Run:
         self.warn(self.warnings.step(row))
         every = self.config.log.sample_every
         if due(self.step, every) or (every and self.step == 1):
-            self._log_group(groups[0])
-
-    def _log_group(self, group: Group) -> None:
-        """Write each distinct completion of a group, with the number of times it was drawn."""
-        text = self.parts.text
-        prompt = text.prompt(group.prompt_tokens)
-        row = group.prompt
-        drawn = Counter(id(t) for t in group.trajectories)
-        for t in {id(t): t for t in group.trajectories}.values():
-            completion = shown(text, t, self.config.sampling.stop)
-            self.journal.sample(
-                self.step, "train", prompt, completion, t.reward, t.version,
-                id=row.id, columns=row.columns, drawn=drawn[id(t)],
-            )  # fmt: skip
-        if not self.parts.held_out:  # else the console shows a held-out prompt
-            self.console.sample(prompt, completion, t.reward)
+            group = groups[0]
+            text = self.parts.text
+            prompt = text.prompt(group.prompt_tokens)
+            drawn = Counter(id(t) for t in group.trajectories)  # a draw may repeat a completion
+            for t in {id(t): t for t in group.trajectories}.values():
+                completion = shown(text, t, self.config.sampling.stop)
+                self.journal.sample(
+                    self.step, "train", prompt, completion, t.reward, t.version,
+                    id=group.prompt.id, columns=group.prompt.columns, drawn=drawn[id(t)],
+                )  # fmt: skip
+            if not self.parts.held_out:  # else the console shows a held-out prompt
+                self.console.sample(prompt, completion, t.reward)
 
     def warn(self, signs: list[RunWarning], at_end: bool = False) -> None:
         """Show warnings, and record them for a resumed run."""

@@ -335,7 +335,15 @@ def _explained(model: type[Table], error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         places = {key: elsewhere(key) for key in _keys(where, error["input"])}
         known = [f"unknown key {key!r}: {place}" for key, place in places.items() if place]
-        return "\n".join(known) or _unknown_key(model, path)
+        if known:
+            return "\n".join(known)
+        *outer, name = path
+        table = model
+        for each in outer:
+            table = inner_table(table.model_fields[each]) or table
+        keys = [field.alias or key for key, field in table.model_fields.items()]
+        every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
+        return f"unknown key {where!r}{choices(name, keys, every)}"
     if error["type"] == "value_error":
         return reason(error)
     if error["type"] == "model_type":
@@ -353,18 +361,6 @@ def _keys(where: str, value: object) -> Iterator[str]:
         return
     for name, inner in value.items():
         yield from _keys(f"{where}.{name}", inner)
-
-
-def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
-    """Return an error message for an unknown key, with the nearest keys."""
-    *outer, name = path
-    table = model
-    for each in outer:
-        table = inner_table(table.model_fields[each]) or table
-    where = ".".join(path)
-    known = [field.alias or key for key, field in table.model_fields.items()]
-    every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
-    return f"unknown key {where!r}{choices(name, known, every)}"
 
 
 def with_defaults(config: AnyConfig) -> AnyConfig:

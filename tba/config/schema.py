@@ -168,20 +168,19 @@ def load(
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
     plain = read_tables({} if path is None else path)
-    config: Config = together(
-        partial(_override, plain, overrides, is_default=path == DEFAULT), lambda: Config(**plain)
-    )[1]
+
+    def override() -> None:
+        override_all(plain, overrides)
+        given = {setting.partition("=")[0].strip() for setting in overrides}
+        # sizes of the default config follow the steps and rows that are set
+        for (table, name), (other, size, less) in LIMITS.items() if path == DEFAULT else ():
+            most = plain[other].get(size)
+            if f"{table}.{name}" not in given and isinstance(most, int):
+                plain[table][name] = max(0, min(plain[table][name], most - less))
+
+    config: Config
+    _, config = together(override, lambda: Config(**plain))  # with the mistakes of both
     return config
-
-
-def _override(plain: dict[str, Any], overrides: Sequence[str], is_default: bool) -> None:
-    """Apply settings; limit sizes of the default config to the steps and rows that are set."""
-    override_all(plain, overrides)
-    given = {setting.partition("=")[0].strip() for setting in overrides}
-    for (table, name), (other, size, less) in LIMITS.items() if is_default else ():
-        most = plain[other].get(size)
-        if f"{table}.{name}" not in given and isinstance(most, int):
-            plain[table][name] = max(0, min(plain[table][name], most - less))
 
 
 def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -225,22 +224,27 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
     An empty value, `table.key=`, removes the key, so that its default applies.
     """
     values: dict[str, Any] = {}
-    read = [partial(_read_setting, each, values) for each in settings]
-    together(*read, partial(assign_all, plain, values))
 
+    def read(setting: str) -> None:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        value: Any = text or None
+        try:
+            value = tomllib.loads(f"v = {text}")["v"] if text else None
+        except tomllib.TOMLDecodeError:
+            if re.match(r"[\[{\s]*{\s*[\w\"'-]+\s*=", text):  # it may hold a secret: not quoted
+                raise ValueError(
+                    "a table is written {use='f.py:make',x=1}; check its quotes and braces"
+                ) from None
+        check_secrets(key, value)  # first, so that no error quotes a secret
+        if not equals or ("." not in key and key not in PLUGGED):
+            hint = without_table(key, text) if equals else ""
+            example = (
+                "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
+            )
+            raise ValueError(f"{setting!r}: write `table.key=value`, {hint or example}")
+        values[f"{key}.use" if key in PLUGGED else key] = value
 
-def _read_setting(setting: str, values: dict[str, Any]) -> None:
-    """Parse `table.key=value` into `values`, by `table.key`."""
-    key, equals, text = (part.strip() for part in setting.partition("="))
-    value = _value(text)
-    check_secrets(key, value)  # first, so that no error quotes a secret
-    if not equals or ("." not in key and key not in PLUGGED):
-        hint = without_table(key, text) if equals else ""
-        example = (
-            "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
-        )
-        raise ValueError(f"{setting!r}: write `table.key=value`, {hint or example}")
-    values[f"{key}.use" if key in PLUGGED else key] = value
+    together(*(partial(read, each) for each in settings), partial(assign_all, plain, values))
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -274,16 +278,3 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
             table.pop(last, None)
         else:
             table[last] = values[key]
-
-
-def _value(text: str) -> Any:
-    if not text:
-        return None
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        if re.match(r"[\[{\s]*{\s*[\w\"'-]+\s*=", text):  # it may hold a secret: not quoted
-            raise ValueError(
-                "a table is written {use='f.py:make',x=1}; check its quotes and braces"
-            ) from None
-        return text

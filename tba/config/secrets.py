@@ -55,7 +55,19 @@ def check_secrets(name: str, value: Any) -> None:
 
 def read_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with their secrets filled in; ValueError if a variable is not set."""
-    return _replaced("", options, False, _read)
+
+    def value_of(place: str, text: str) -> str:
+        secret = os.environ.get(variable := _check(place, text).removeprefix("env:"), "")
+        if text and not secret:
+            raise ValueError(
+                f"{place}: the environment variable {variable!r} is not set; export it where tba is"
+                " started, and on every machine with searchers"
+            )
+        passwords = (part for found in PASSWORD.findall(secret) for part in found)
+        KNOWN.update(part for part in (secret, *passwords) if len(part) >= 4)  # else it masks words
+        return secret
+
+    return _replaced("", options, False, value_of)
 
 
 def _check(place: str, text: str) -> str:
@@ -65,18 +77,6 @@ def _check(place: str, text: str) -> str:
             " variable, and give its name instead: env:NAME"
         )
     return text
-
-
-def _read(place: str, text: str) -> str:
-    secret = os.environ.get(variable := _check(place, text).removeprefix("env:"), "")
-    if text and not secret:
-        raise ValueError(
-            f"{place}: the environment variable {variable!r} is not set; export it where tba is"
-            " started, and on every machine with searchers"
-        )
-    passwords = (part for found in PASSWORD.findall(secret) for part in found)
-    KNOWN.update(part for part in (secret, *passwords) if len(part) >= 4)
-    return secret
 
 
 def _replaced(place: str, value: Any, secret: bool, give: Callable[[str, str], str]) -> Any:

@@ -55,6 +55,7 @@ EVALUATED = "eval/sampled_reward"  # in every evaluation, and in no training ste
 TEMPLATE = Path(__file__).with_name("card.md")
 HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Name of a model on the Hugging Face Hub."""
+LICENCE = ("license", "license_name", "license_link")
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
 """Part of the path of a model in the Hub's cache."""
 log = logging.getLogger(__name__)
@@ -301,10 +302,13 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     data = sorted({*map(_model_name, _data_in(config.task.options))})
     is_same = not any(name.startswith("evaluated") for name in read_warnings(run))
     before = _texts(by_step.get(0, {})) if is_same else {}
+    about: dict[str, Any] = {}
+    with suppress(Exception):  # the card may be missing, and may contain anything
+        about = metadata_load(folder_of(model_path(config.policy.model)) / "README.md") or {}
     metadata = ModelCardData(
         base_model=model if HUB.fullmatch(model) and not Path(model).exists() else None,
         datasets=[each for each in data if HUB.fullmatch(each)] or None,
-        **_licence(config.policy.model),
+        **{name: about[name] for name in LICENCE if name in about},
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "tba"],
@@ -334,15 +338,6 @@ def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
             yield from _data_in(value)
         elif name == "data" and isinstance(value, str):
             yield value
-
-
-def _licence(model: str) -> dict[str, Any]:
-    """Return the licence metadata in the card of a model, if the card is on this machine."""
-    with suppress(Exception):  # the card may be missing, and may contain anything
-        about = metadata_load(folder_of(model_path(model)) / "README.md") or {}
-        names = ("license", "license_name", "license_link")
-        return {name: about[name] for name in names if name in about}
-    return {}
 
 
 def _texts(scores: Mapping[str, float]) -> dict[str, str]:

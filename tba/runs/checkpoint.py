@@ -137,8 +137,17 @@ class Checkpoints:
                 _write_search(aside, search, progress)
                 if not os.path.samestat(made, aside.stat()):  # `save_pretrained` creates parents
                     raise FileNotFoundError(f"{self._folder} was moved or removed meanwhile")
-                _commit(aside, target)
-                _prune(target, self._keep, beside)
+                digests = {name: sha256_of(path) for name, path in files_of(aside).items()}
+                (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
+                # on disk before the rename: a complete name never stands for incomplete files
+                for path in [*aside.rglob("*"), aside]:
+                    _sync(path)
+                put(aside, target)
+                _sync(self._folder)
+                # only now are older ones removed; later ones were abandoned by a resumed run
+                done = [g for g in generations(self._folder) if step_of(g) <= progress.step]
+                for path in saved(self._folder) - {*done[-self._keep :], *beside}:
+                    remove(path)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
             except BaseException as error:  # raised in the train loop by `wait`
@@ -204,24 +213,6 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     state = {"format": FORMAT, "progress": asdict(progress), "cursor": search.cursor}
     state |= {"tasks": search.tasks, "stats": search.stats.to_json()}
     (folder / STATE).write_text(json.dumps(state), "utf-8")
-
-
-def _commit(aside: Path, target: Path) -> None:
-    """Add a manifest, flush to disk, and rename."""
-    digests = {name: sha256_of(path) for name, path in files_of(aside).items()}
-    (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
-    for path in [*aside.rglob("*"), aside]:
-        _sync(path)
-    put(aside, target)
-    _sync(target.parent)
-
-
-def _prune(newest: Path, keep: int, beside: Set[Path]) -> None:
-    """Keep only `newest`, the keep - 1 before it, and `beside`; later ones were abandoned."""
-    folder = newest.parent
-    complete = [g for g in generations(folder) if step_of(g) <= step_of(newest)]
-    for path in saved(folder) - {*complete[-keep:], *beside}:
-        remove(path)
 
 
 def _sync(path: Path) -> None:

@@ -87,7 +87,19 @@ def check_start(config: Config, resume: Path | None, passed: InMemoryData | None
     if resume is None:
         check_unused(folder)
     if config.runtime.use == "ray" and config.runtime.address is None:
-        _check_folders_of_ray()
+        name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+        temporary = Path(os.environ.get(name) or "/tmp").absolute()
+        advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
+        excess = len(os.fsencode(f"{temporary}{SOCKET}{os.getpid()}")) - LONGEST
+        if excess > 0:
+            raise ValueError(
+                f"{name} = {str(temporary)!r} is {excess} bytes too long for sockets of Ray;"
+                f" {advice}"
+            )
+        _check_writable(temporary, f"{name} = {str(temporary)!r}", advice)
+        if SHARED.exists():  # otherwise Ray uses its folder
+            advice = "mount a tmpfs there, or set runtime.use=local"
+            _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
     check_config(config, passed, folder)
 
 
@@ -148,22 +160,6 @@ def check_new_file(run: Path, out: Path) -> None:
     check_usable(out.parent, key="the folder of the file")
     if out.exists():
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
-
-
-def _check_folders_of_ray() -> None:
-    """Raise ValueError if Ray cannot create its folder, sockets or shared memory."""
-    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    folder = Path(os.environ.get(name) or "/tmp").absolute()
-    advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
-    excess = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}")) - LONGEST
-    if excess > 0:
-        raise ValueError(
-            f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; {advice}"
-        )
-    _check_writable(folder, f"{name} = {str(folder)!r}", advice)
-    if SHARED.exists():  # otherwise Ray uses its folder
-        advice = "mount a tmpfs there, or set runtime.use=local"
-        _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
 
 
 def _check_writable(folder: Path, named: str, advice: str) -> None:

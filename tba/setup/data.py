@@ -80,21 +80,17 @@ def read_prompts(
     if not task.samples_again:
         apart = {identity(task, prompt, ids) for prompt, ids in evaluated}
         apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
-        encoded = _without_held_out(task, encoded, apart)
+        left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in apart]
+        lost = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts"
+        if not left:
+            raise ValueError(
+                f"{lost} are also held out; name another file for one of the two, or set"
+                " eval.prompts=0"
+            )
+        if len(left) < len(encoded):
+            log.warning("%s are also held out, and not trained on", lost)
+        encoded = left
     return [p for p, _ in encoded], held_out, len(kept_back), encoded + evaluated
-
-
-def _without_held_out(
-    task: Task, encoded: Sequence[Encoded], held_out: Set[bytes]
-) -> list[Encoded]:
-    """Return the training prompts that are not also held out; ValueError if none remain."""
-    left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in held_out]
-    told = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts are also held out"
-    if not left:
-        raise ValueError(f"{told}; name another file for one of the two, or set eval.prompts=0")
-    if len(left) < len(encoded):
-        log.warning("%s, and not trained on", told)
-    return left
 
 
 def kept(

@@ -215,18 +215,15 @@ def check_study(study: Study) -> list[Config]:
             with about(_where(study.trials[places[0]])):
                 data = check(configs[places[0]], data=data)
             for place in places:
-                _check_sources(study.path(study.trials[place]), data.sources)
+                run = study.path(study.trials[place])
+                if finished(run) and (names := changed(data.sources, read_sources(run))):
+                    raise ValueError(
+                        f"{run} has finished, and since then these have changed:"
+                        f" {', '.join(names)}; remove that folder to run it again, or undo the"
+                        " change"
+                    )
                 configs[place] = configs[place].within_epochs(len(data.prompts))
     return configs
-
-
-def _check_sources(run: Path, sources: Mapping[str, str]) -> None:
-    """Raise ValueError if a finished run used different data or rewards, or another tokenizer."""
-    if finished(run) and (names := changed(sources, read_sources(run))):
-        raise ValueError(
-            f"{run} has finished, and since then these have changed: {', '.join(names)}; remove"
-            " that folder to run it again, or undo the change"
-        )
 
 
 def _where(trial: Trial) -> str:
