@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 from tba.config.hints import NEAREST, elsewhere, inner_table
 from tba.config.mistakes import about, choices, explain, reason, together
 from tba.config.secrets import check_secrets, read_secrets
-from tba.config.tables import FILLED_IN, PLUGGED, ConfigTables, Positive, Table, Use
+from tba.config.tables import FILLED_IN, PLUGGED, ConfigTables, PluginTable, Positive, Table
 
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
@@ -296,7 +296,7 @@ def resolved(config: ConfigTables, tables: Collection[str]) -> list[Plugin]:
     """Return the plug-ins that these tables name; ValueError if one is wrong."""
 
     def of_table(table: str) -> Plugin:
-        given: Use = getattr(config, table)
+        given: PluginTable = getattr(config, table)
         with about(table):
             read_secrets(given.options)  # raises ValueError here, not where the plug-in is built
         return resolve(PLUGGED[table], table, given.use, given.options)
@@ -371,7 +371,7 @@ def with_defaults(config: AnyConfig) -> AnyConfig:
     tables: dict[str, Any] = {}
     engine: Any = find("engines", config.engine.use)
     for table, kind in PLUGGED.items():
-        given: Use = getattr(config, table)
+        given: PluginTable = getattr(config, table)
         options = given.options
         if table == "engine":
             options = {**engine.chosen(config), **options}

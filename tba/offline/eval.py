@@ -31,7 +31,7 @@ from tba.models import model_path
 from tba.models.lora import merged
 from tba.models.pretrained import Tokenizer, computes_in_bf16, folder_of, load_model, load_text
 from tba.replay.store import FOLDER, PROMPTS, load_groups
-from tba.runs.checkpoint import REFERENCE, choose, chosen
+from tba.runs.checkpoint import REFERENCE, choose_checkpoint, chosen
 from tba.runs.folder import (
     METRICS,
     SAMPLES,
@@ -94,7 +94,7 @@ class Result:
         docs/tasks.md).
         """
         policy = read_config(self.folder).policy
-        folder = choose(self.folder, step) / MODEL
+        folder = choose_checkpoint(self.folder, step) / MODEL
         if policy.lora is not None:
             return merged(policy, folder)
         return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
@@ -111,7 +111,7 @@ def evaluate_run(
     step: int | str | None = None,
     completions: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the scores of a checkpoint (see `choose`) on the task's held-out prompts.
+    """Return the scores of a checkpoint (see `choose_checkpoint`) on the task's held-out prompts.
 
     With `reference`, evaluates the model before training instead. The KL is to the checkpoint's
     reference: the model before training, unless it was reset. `completions` is a new JSONL file.

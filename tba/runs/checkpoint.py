@@ -287,10 +287,10 @@ def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) ->
 def chosen(run: Path, step: int | str | None = None) -> Iterator[Path]:
     """Choose a checkpoint, and lock it so that a training run does not remove it."""
     with held(run / CHECKPOINTS) as complete:
-        yield choose(run, step, complete)
+        yield choose_checkpoint(run, step, complete)
 
 
-def choose(
+def choose_checkpoint(
     run: Path, step: int | str | None = None, complete: Sequence[Path] | None = None
 ) -> Path:
     """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.

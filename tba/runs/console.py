@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tba.config.schema import Config
 from tba.runs.folder import SUMMARY, ranked_score, resumes
-from tba.runs.metrics import EACH_REWARD, shown
+from tba.runs.metrics import EACH_REWARD, panel_values
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line is printed before that
     from tba.runs.summary import Summary
@@ -78,7 +78,7 @@ class Console:
         self._last_line = now
         latest = {**self._held_out, **metrics}
         values = []
-        for name, label, text in shown(latest):
+        for name, label, text in panel_values(latest):
             function = EACH_REWARD.fullmatch(name)
             std = latest.get(f"rewards/{function[1]}/std", nan) if function else nan
             spread = f" (std {std:.3f})" if isfinite(std) else ""

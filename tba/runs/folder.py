@@ -97,7 +97,7 @@ def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
     return {f"{name}.{key}": shown(v) for name, table in tables.items() for key, v in table.items()}
 
 
-def folder_of(config: Config) -> Path:
+def run_folder(config: Config) -> Path:
     """Return the folder of a new run."""
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path(config.run.folder or default).expanduser()

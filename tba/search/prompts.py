@@ -10,7 +10,7 @@ from functools import cached_property
 from textwrap import shorten
 from typing import Any, NotRequired, TypedDict
 
-from tba.config.tables import Use
+from tba.config.tables import PluginTable
 from tba.errors import RewardError
 from tba.prompt import Prompt
 from tba.search.result import SearchStats
@@ -28,7 +28,7 @@ PATIENCE = 1000
 class EvaluationSet:
     """Prompts to evaluate in addition to the held-out ones, and the task that scores them."""
 
-    task: Use
+    task: PluginTable
     prompts: tuple[Prompt, ...]
 
 

@@ -18,10 +18,10 @@ from tba.runs.folder import (
     SUMMARY,
     check_unused,
     check_usable,
-    folder_of,
     read_config,
     read_optional,
     resumes,
+    run_folder,
 )
 from tba.tasks._memory import InMemoryData, build_task
 
@@ -51,7 +51,7 @@ def placed(config: Config) -> Config:
     tables = config.model_dump(exclude_unset=True, by_alias=True)
     for name in tables.keys() & {"policy", "eval", "replay", *PLUGGED}:
         tables[name] = _absolute(name, tables[name])
-    folder = folder_of(config).absolute()
+    folder = run_folder(config).absolute()
     tables["run"] = {**tables.get("run", {}), "folder": str(folder), "base": start}
     return Config(**tables)
 

@@ -63,9 +63,11 @@ def read_prompts(
     """
     encode = encoder(text, task)
     seen: set[bytes] = set()
-    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
+    kept_back = usable_prompts(
+        "held-out", task, task.held_out() if config.eval.prompts else [], encode, seen
+    )
     held_out = kept_back[: config.eval.prompts]
-    prompts = kept("training", task, task.prompts(), encode, seen)
+    prompts = usable_prompts("training", task, task.prompts(), encode, seen)
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     used = [*prompts, *held_out]
@@ -93,7 +95,7 @@ def read_prompts(
     return [p for p, _ in encoded], held_out, len(kept_back), encoded + evaluated
 
 
-def kept(
+def usable_prompts(
     what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
 ) -> list[Prompt]:
     """Drop prompts that are too long or already `seen`, as configured by the task.
@@ -144,7 +146,7 @@ def evaluation_sets(
         own = named_task(key, use, options, functions)
         with about(f"[{key}]"):  # error messages name keys of `task.`
             own.check()
-            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
+            prompts = usable_prompts(name, own, own.held_out(), encoder(text, own), set())
         is_cut = own.program is not None
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own), is_cut)
         encoded += zip(prompts, tokens, strict=True)

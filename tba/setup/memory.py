@@ -152,7 +152,7 @@ def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessMemory:
     """A process of a run, and its memory in bytes by content."""
 
     name: str
@@ -201,7 +201,7 @@ class MemoryEstimate:
         return min(r.searchers.max, max(r.searchers.min, room))
 
     @cached_property
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ProcessMemory]:
         """All processes, placed on GPUs as Ray does; without GPUs, all on the host."""
         c = self.config
         each = self.each if self.machine.gpus else 1
@@ -217,12 +217,12 @@ class MemoryEstimate:
             asleep = {"graphs": VLLM["graphs"]} if self.machine.gpus else {}
             in_turns = (training, asleep), (between, engine)
             training, engine = max(in_turns, key=lambda one: sum(map(_total, one)))
-        found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
+        found = [ProcessMemory(name, cards[rank % len(cards)], training) for rank in range(ranks)]
         for place in range(self.searchers * each):
             beside = self._beside() if place % each == 0 else {}
             parts = context | engine | beside
-            found.append(Process("searcher", free[place % len(free)], parts))
-        return [*found, Process("all processes", None, self._host())]
+            found.append(ProcessMemory("searcher", free[place % len(free)], parts))
+        return [*found, ProcessMemory("all processes", None, self._host())]
 
     def state(self) -> dict[str, float]:
         """Return the exact memory of a rank between two steps."""
