@@ -117,7 +117,7 @@ class Checkpoints:
         if progress.step == self._step:
             return
         started = time.perf_counter()
-        self.wait()
+        self.wait()  # one save at a time: the thread and this method share the next fields
         target = path_of(self._folder, progress.step)
         aside = self._folder / f".{target.name}"
         name = f"checkpoint of step {progress.step}"

@@ -245,7 +245,7 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
     try:
         yield
     finally:
-        (folder / HOLDER).unlink(missing_ok=True)
+        (folder / HOLDER).unlink(missing_ok=True)  # while locked: the next holder writes its own
         lock.release()
 
 

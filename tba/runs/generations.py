@@ -78,7 +78,8 @@ def _hold(generation: Path, locks: ExitStack) -> bool:
         return generation.is_dir()
     try:
         file = locks.enter_context(manifest.open("rb"))
-        free = try_lock(file, fcntl.LOCK_SH)
+        free = try_lock(file, fcntl.LOCK_SH)  # `remove` needs it alone
+        # between open and lock, the name may have gone to another file
         return free and os.path.samestat(os.fstat(file.fileno()), manifest.stat())
     except OSError:  # gone
         return generation.is_dir()
