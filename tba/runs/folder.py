@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from math import nan
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -164,8 +165,8 @@ def evaluations_in(metrics: Iterable[Row]) -> list[dict[str, float]]:
 def ranked_score(scores: Mapping[str, float]) -> tuple[str, float, float]:
     """Return the score that ranks evaluations: pass@1 or else reward, its value, and its error."""
     if "sampled_pass@1" in scores:
-        return "pass@1", scores["sampled_pass@1"], scores["sampled_stderr"]
-    return "reward", scores["sampled_reward"], scores["sampled_reward_stderr"]
+        return "pass@1", scores["sampled_pass@1"], scores.get("sampled_stderr", nan)
+    return "reward", scores["sampled_reward"], scores.get("sampled_reward_stderr", nan)
 
 
 def read_warnings(run: Path) -> dict[str, str]:
