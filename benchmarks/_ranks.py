@@ -90,7 +90,7 @@ def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
     import psutil
     import torch
 
-    from tba.learn import TrainerLost
+    from tba.errors import TrainerLost
     from tba.open import open_run
 
     has = torch.cuda.device_count() if bench.device != "cpu" else 2

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tba.config.hints import inner_table
 from tba.config.plugins import JUDGES, find, names, options_of
-from tba.config.schema import Config, inner_table
+from tba.config.schema import Config
 from tba.config.tables import PLUGGED, Table
 
 ROOT = Path(__file__).parent.parent

@@ -18,8 +18,9 @@ from pydantic import AllowInfNan
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tba.config.hints import inner_table
 from tba.config.plugins import JUDGES, Option, find, meanings_of, names, options_of
-from tba.config.schema import Config, inner_table
+from tba.config.schema import Config
 from tba.config.tables import PLUGGED, Table
 
 PAGE = Path(__file__).parent.parent / "docs" / "keys.md"

@@ -88,7 +88,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process, its group, and the processes that it started in other groups."""
-        started = started_by(self.process.pid, self._mark)
+        started = started_by(self.process.pid, self._mark)  # first: orphans lose their parent
         if self.status is None:  # else another process may have its PID
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -8,17 +8,21 @@ import logging
 import os
 import sys
 import textwrap
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from typer import Argument, Exit, Option, Typer
 from typer.main import get_command
 
-import tba
-from tba.config.errors import check_docstrings, check_secrets, choices, printable, refuse
+from tba.config.hints import inner_table, without_table
+from tba.config.mistakes import choices, refuse
 from tba.config.plugins import KINDS, NAMES, find, meanings_of, names, options_of
-from tba.config.schema import DEFAULT, Config, inner_table, load, read_toml, without_table
+from tba.config.schema import DEFAULT, Config, check_docstrings, load, read_toml
+from tba.config.secrets import check_secrets
 from tba.config.tables import PLUGGED, Table
+from tba.display import printable
+from tba.errors import RewardError, StepError
 from tba.runs.console import announce
 from tba.runs.folder import Replay, is_full, is_run
 from tba.setup.checks import (
@@ -58,7 +62,7 @@ Step = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"tba {tba.__version__}")
+        print(f"tba {installed_version('tba')}")
         raise Exit
 
 
@@ -71,8 +75,8 @@ def options(
     """Options of `tba` itself."""
 
 
-@app.command(context_settings=PASS_ON)
-def train(
+@app.command("train", context_settings=PASS_ON)
+def train_command(
     settings: ConfigSettings = None,
     dry_run: DryRun = False,
     gpus: Gpus = None,
@@ -101,8 +105,8 @@ def train(
     run(config, resume, replay)
 
 
-@app.command(context_settings=PASS_ON)
-def check(
+@app.command("check", context_settings=PASS_ON)
+def check_command(
     settings: ConfigSettings = None,
     machine: Annotated[
         bool, Option("--machine", help="Also examine this machine, and do a short run.")
@@ -143,8 +147,8 @@ def _check(
     print(printable("\n".join(lines)))
 
 
-@app.command(context_settings=PASS_ON)
-def plan(
+@app.command("plan", context_settings=PASS_ON)
+def plan_command(
     settings: ConfigSettings = None,
     gpus: Gpus = None,
     run: Annotated[Path | None, Option(metavar="RUN", help="Take rates of a finished run.")] = None,
@@ -158,7 +162,7 @@ def plan(
     """Estimate how many searchers keep the trainer busy, and what else to expect of a run."""
     config = placed(_config(settings or [], None))
     from tba.setup.memory import planned_machine, this_machine
-    from tba.tools.plan import plan as expected
+    from tba.tools.plan import plan
 
     rates = {
         "decode": decode, "train": train, "prompt": prompt, "response": response, "judge": judge,
@@ -166,11 +170,11 @@ def plan(
     }  # fmt: skip
     given = {name: rate for name, rate in rates.items() if rate is not None}
     machine = this_machine() if gpus is None else planned_machine(gpus)
-    print("\n".join(expected(config, machine, given, run)))
+    print("\n".join(plan(config, machine, given, run)))
 
 
-@app.command(context_settings=PASS_ON)
-def sweep(
+@app.command("sweep", context_settings=PASS_ON)
+def sweep_command(
     study: Annotated[Path, Argument(metavar="STUDY.toml", help="File of the study.")],
     settings: Settings = None,
     dry_run: DryRun = False,
@@ -179,9 +183,9 @@ def sweep(
     """Run a study: grids of runs, several at once. Repeat the command to continue it."""
     _refuse_dashes(settings or [])
     read_toml(study, "study")
-    from tba.tools.sweep import sweep as carry_out
+    from tba.tools.sweep import sweep
 
-    raise Exit(carry_out(study, settings or [], dry_run, retry_failed))
+    raise Exit(sweep(study, settings or [], dry_run, retry_failed))
 
 
 @app.command("eval", context_settings=PASS_ON)
@@ -218,19 +222,19 @@ def evaluate(
     print(json.dumps(scores, indent=1))
 
 
-@app.command()
-def report(
+@app.command("report")
+def report_command(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
 ) -> None:
     """Write a report of runs, or of a study: one HTML page that needs no network."""
-    from tba.tools.report import report as draw
+    from tba.tools.report import report
 
-    print(draw(runs, out))
+    print(report(runs, out))
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_command(
     run: Annotated[Path, Argument(help="Folder of a run.")],
     out: Annotated[Path, Argument(help="New folder.")],
     adapter: Annotated[bool, Option("--adapter", help="LoRA: write only the adapter.")] = False,
@@ -241,9 +245,9 @@ def export(
     `hf upload NAME FOLDER` uploads it to the hub.
     """
     check_export(run, out, adapter)
-    from tba.offline.eval import export as write
+    from tba.offline.eval import export
 
-    print(write(run, out, adapter, step))
+    print(export(run, out, adapter, step))
 
 
 @app.command()
@@ -262,8 +266,8 @@ def rollouts(
     print(write_rollouts(run, out, step, remote_code))
 
 
-@app.command(context_settings=PASS_ON)
-def serve(
+@app.command("serve", context_settings=PASS_ON)
+def serve_command(
     path: Annotated[str, Argument(metavar="MODEL|RUN", help="A model, or the folder of a run.")],
     settings: Settings = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any.")] = 0,
@@ -278,9 +282,9 @@ def serve(
         raise ValueError(f"--step is for runs; {path} is not a run's folder")
     else:
         config = load(None, [f"policy.model={path}", *(settings or [])])
-    from tba.offline.eval import serve as start
+    from tba.offline.eval import serve
 
-    start(config, run, step, port)
+    serve(config, run, step, port)
 
 
 @app.command(context_settings=PASS_ON)
@@ -378,12 +382,7 @@ def main() -> None:
         app()
     except (ValueError, TimeoutError) as error:
         _fail(error, 2)
-    except RuntimeError as error:
-        from tba.engines import RewardError  # not above: these import PyTorch
-        from tba.types import StepError
-
-        if not isinstance(error, RewardError | StepError):
-            raise
+    except (RewardError, StepError) as error:
         _fail(error, 1)
     except OSError as error:
         if is_full(error):

@@ -11,16 +11,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from tba.config.schema import Config
-from tba.learn import Trainer, TrainerLost
+from tba.errors import TrainerLost
+from tba.learn import Trainer
 from tba.learn.trainer import SingleTrainer
 from tba.offline.resumed import choose_resumed, renewed
 from tba.offline.rollouts import described, read_rollouts, with_reference
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint
-from tba.runs import folder as log
 from tba.runs.console import Console
-from tba.runs.folder import locked, write_json
+from tba.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    WARNINGS,
+    Replay,
+    check_unused,
+    locked,
+    read_config,
+    rewind,
+    write_json,
+)
 from tba.runs.generations import generations, going_on, recover
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary
@@ -108,7 +118,7 @@ def open_searchers(
 def run(
     config: Config,
     resume: Path | None = None,
-    replay: log.Replay = "keep",
+    replay: Replay = "keep",
     passed: InMemoryData | None = None,
 ) -> Summary:
     """Train to the end of the run. ValueError before anything starts if the config cannot work.
@@ -133,7 +143,7 @@ def run(
             at = at if opened is None else opened.step
             if at is None:  # it was never open
                 raise
-            is_saved = bool(generations(folder / log.CHECKPOINTS))
+            is_saved = bool(generations(folder / CHECKPOINTS))
             if is_stopped or not is_saved or restarts == config.runtime.max_restarts:
                 after = f"{error} (after {restarts} restarts)" if restarts else str(error)
                 raise TrainerLost(f"{after}\n{going_on(folder)}") from error
@@ -148,19 +158,19 @@ def open_run(
     config: Config,
     resume: Path | None = None,
     passed: InMemoryData | None = None,
-    replay: log.Replay = "keep",
+    replay: Replay = "keep",
 ) -> Iterator[Run]:
     """Open a run: check its config, load its parts, start its searchers; close them at the end."""
     config = placed(config)
     folder = Path(config.run.folder) if resume is None else resume.resolve()
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     if resume is not None:
-        log.read_config(folder)
+        read_config(folder)
     with ExitStack() as closing:
         closing.enter_context(locked(folder))  # first, to refuse a second process at once
         try:
             if resume is None:
-                log.check_unused(folder)
+                check_unused(folder)
             if passed is not None:
                 config = passed.named_in(config, folder)
                 passed.write(folder, is_new=resume is None)
@@ -178,10 +188,10 @@ def open_run(
         stored = None
         note = ""
         if resume is None:
-            (folder / log.WARNINGS).unlink(missing_ok=True)  # of an interrupted start
-            write_json(folder / log.CONFIG, setup.config.nested())
+            (folder / WARNINGS).unlink(missing_ok=True)  # of an interrupted start
+            write_json(folder / CONFIG, setup.config.nested())
         else:
-            recover(folder / log.CHECKPOINTS)
+            recover(folder / CHECKPOINTS)
             stored, note = choose_resumed(setup, folder, replay)
         stop = closing.enter_context(Stop())
         with stop.starting():
@@ -209,7 +219,7 @@ def _open_console(config: Config, stop: Stop, closing: ExitStack) -> Console:
 
 
 def _assemble(
-    setup: RunSetup, folder: Path, stored: Path | None, replay: log.Replay,
+    setup: RunSetup, folder: Path, stored: Path | None, replay: Replay,
     rollouts: Sequence[Group], stop: Stop, console: Console, closing: ExitStack,
 ) -> Run:  # fmt: skip
     """Build a run, new or from a checkpoint. Register all that must be closed in `closing`."""
@@ -231,12 +241,15 @@ def _assemble(
         console.note(f"resumed from {stored.name}")
         progress, search = renewed(setup, progress, search, buffer, replay, free, console.phase)
         evaluates = progress.evaluating > 0 or progress.step == c.run.steps
-        log.rewind(folder, progress.step, evaluates)  # after everything that can fail
+        rewind(folder, progress.step, evaluates)  # after everything that can fail
     if rollouts:
         bf16 = trainer.computes_in_bf16
         buffer.add(with_reference(rollouts, setup, free, bf16, console.phase), now=0)
     torch.cuda.empty_cache()  # memory of deleted models, which a rank may need
-    _describe_prompts(console, setup, rollouts)
+    if rollouts:
+        console.note(described(rollouts, c))
+    for line in [setup.counts, *(f"note: {note}" for note in setup.notes), *setup.endings]:
+        console.note(line)
     job = SearchJob(setup.search_setup(), stream, console.phase)
     searchers = open_searchers(
         job, place, cluster, trainer, lambda: stop.requested, search, progress.step
@@ -256,12 +269,3 @@ def _assemble(
     closing.callback(run.journal.close)
     closing.enter_context(run.checkpoints)
     return run
-
-
-def _describe_prompts(console: Console, setup: RunSetup, rollouts: Sequence[Group]) -> None:
-    """Show the numbers of prompts and logged rollouts, and notes about them."""
-    if rollouts:
-        console.note(described(rollouts, setup.config))
-    console.note(setup.counts)
-    for line in [*(f"note: {note}" for note in setup.notes), *setup.endings]:
-        console.note(line)

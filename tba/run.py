@@ -8,25 +8,37 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
 from tba.agents.chat import response_text
-from tba.engines import SearchError
-from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference, unchanged
+from tba.errors import NoAnswerError, NotFinite, SearchError, StepError, TrainerLost, WrongReference
+from tba.learn import Trainer, TrainerSizes, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint
-from tba.runs import folder as log
 from tba.runs.console import Console
-from tba.runs.folder import is_full, write_json
+from tba.runs.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    SOURCES,
+    SUMMARY,
+    continues,
+    is_full,
+    read,
+    read_evaluations,
+    read_optional,
+    read_warnings,
+    write_json,
+)
 from tba.runs.generations import going_on
 from tba.runs.journal import Journal
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
 from tba.runtime import Searchers
-from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.runtime.deadline import search_errors
 from tba.search.prompts import SearchState
 from tba.setup.setup import TRAINED_ON, RunSetup
 from tba.streams import Use, generator
 from tba.tasks._source import changed
-from tba.types import Group, NotFinite, StepError, collate
+from tba.types import Group, collate
 
 SOUND = (SearchError, NoAnswerError, StepError)
 """Errors that end a run whose trainer can still be saved."""
@@ -91,14 +103,14 @@ class Run:
         self.held = deque(search.held)
         self.journal = Journal(self.folder, c, progress.step)
         self.checkpoints = checkpoint.Checkpoints(
-            folder=self.folder / log.CHECKPOINTS,
+            folder=self.folder / CHECKPOINTS,
             keep=c.checkpoint.keep,
             deadline=c.trainer.deadline,
         )
         self.warnings = Warnings(
             config=c,
-            rows=log.read(self.folder / log.METRICS),
-            given=log.read_warnings(self.folder),
+            rows=read(self.folder / METRICS),
+            given=read_warnings(self.folder),
             learns_from_equal=self.parts.objective.at(0).learns_from_equal_rewards,
         )
         self.step = progress.step  # optimizer steps done
@@ -111,7 +123,7 @@ class Run:
         self.requested: dict[int, tuple[int, float]] = {}
         # held-out score of each evaluated version
         self.scores = checkpoint.read_scores(self.folder)
-        names = changed(self.parts.sources, log.read_optional(self.folder / log.SOURCES))
+        names = changed(self.parts.sources, read_optional(self.folder / SOURCES))
         self.evaluates_others = bool({*names} - {TRAINED_ON}) and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
         if self.out_of_patience:  # it ended the run before
@@ -208,7 +220,7 @@ class Run:
         """Write the metrics of a step, and a group if one is due."""
         if self.step == self.began + 1:
             self.keep_config()
-            (self.folder / log.SUMMARY).unlink(missing_ok=True)  # of an earlier session
+            (self.folder / SUMMARY).unlink(missing_ok=True)  # of an earlier session
         stats = self.searchers.stats
         scored = self.tracker.scored(stats)
         totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)
@@ -225,22 +237,18 @@ class Run:
         self.warn(self.warnings.step(row))
         every = self.config.log.sample_every
         if due(self.step, every) or (every and self.step == 1):
-            self._log_group(groups[0])
-
-    def _log_group(self, group: Group) -> None:
-        """Write each distinct completion of a group, with the number of times it was drawn."""
-        text = self.parts.text
-        prompt = text.prompt(group.prompt_tokens)
-        row = group.prompt
-        drawn = Counter(id(t) for t in group.trajectories)
-        for t in {id(t): t for t in group.trajectories}.values():
-            completion = response_text(text, t, self.config.sampling.stop)
-            self.journal.sample(
-                self.step, "train", prompt, completion, t.reward, t.version,
-                id=row.id, columns=row.columns, drawn=drawn[id(t)],
-            )  # fmt: skip
-        if not self.parts.held_out:  # else the console shows a held-out prompt
-            self.console.sample(prompt, completion, t.reward)
+            group = groups[0]
+            text = self.parts.text
+            prompt = text.prompt(group.prompt_tokens)
+            drawn = Counter(id(t) for t in group.trajectories)  # a draw may repeat a completion
+            for t in {id(t): t for t in group.trajectories}.values():
+                completion = response_text(text, t, self.config.sampling.stop)
+                self.journal.sample(
+                    self.step, "train", prompt, completion, t.reward, t.version,
+                    id=group.prompt.id, columns=group.prompt.columns, drawn=drawn[id(t)],
+                )  # fmt: skip
+            if not self.parts.held_out:  # else the console shows a held-out prompt
+                self.console.sample(prompt, completion, t.reward)
 
     def warn(self, signs: list[RunWarning], at_end: bool = False) -> None:
         """Show warnings, and record them for a resumed run."""
@@ -284,7 +292,7 @@ class Run:
 
     def keep_config(self) -> None:
         """Store this session's config, which may have changes, as the run's config."""
-        write_json(self.folder / log.CONFIG, self.config.nested())
+        write_json(self.folder / CONFIG, self.config.nested())
 
     def begin(self, note: str, sizes: TrainerSizes) -> None:
         """Record this session; if a `note` says that stored samples changed, save them first."""
@@ -292,7 +300,7 @@ class Run:
             self.keep_config()
             self.save()
             self.checkpoints.wait()
-        write_json(self.folder / log.SOURCES, self.parts.sources)
+        write_json(self.folder / SOURCES, self.parts.sources)
         record_session(self.folder, self.step, sizes, self.config.nested(), note)
 
     def save(self) -> None:
@@ -347,13 +355,13 @@ class Run:
             if isinstance(error, TrainerLost):
                 self.console.note(f"{error}; ending all ranks and searchers")
             if is_full(error):
-                resume = f"{log.continues(self.folder)} its newest checkpoint"
+                resume = f"{continues(self.folder)} its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
         if complete:  # a stopped run is judged when it has been resumed
             self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
-        evaluations = log.read_evaluations(self.folder)
+        evaluations = read_evaluations(self.folder)
         measured = self.tracker.summary(self.step, self.searchers.stats, finished, evaluations)
         restarts = self.warnings.restarts
         texts = self.warnings.texts

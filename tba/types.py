@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int, Int32, UInt8
 from torch import Tensor
 
+from tba.errors import NotFinite
 from tba.prompt import Prompt
 
 GIVEN = 0
@@ -74,20 +75,6 @@ class Response:
         for place, version in self.switches:
             versions[place:] = version
         return versions
-
-
-class StepError(RuntimeError):
-    """A training step failed before it changed any weight: the run is saved and ends."""
-
-
-class NotFinite(StepError):
-    """Numbers of a step, or the policy's logits with weights of `version`, are not finite."""
-
-    def __init__(self, problem: str = "", version: int | None = None) -> None:
-        advice = "lower trainer.learning_rate" if version else "use another model, or fp32"
-        policy = f"the policy of version {version} gives logits that are not finite; {advice}"
-        super().__init__(problem or policy)
-        self.version = version
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,16 @@ from build import config, end_alike, steps
 from torch import Tensor
 
 from tba.cli import _config
-from tba.engines import SearchError
-from tba.learn import TrainerLost
+from tba.errors import ClusterLostError, NotFinite, SearchError, StepError, TrainerLost
 from tba.learn.trainer import SingleTrainer
 from tba.objectives import Loss
 from tba.objectives.tb import TrajectoryBalance
 from tba.open import open_run, run
 from tba.runs.folder import CHECKPOINTS, WARNINGS, read
 from tba.runs.generations import generations
-from tba.runtime.deadline import ClusterLostError
 from tba.runtime.local import LocalSearchers
 from tba.strategies.recent import Recent
-from tba.types import Batch, NotFinite, StepError
+from tba.types import Batch
 
 Losing = Callable[..., list[int]]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import tba
 from tba.cli import _config
 from tba.config.schema import load
-from tba.engines import SearchError
+from tba.errors import SearchError
 from tba.offline.eval import evaluate_run
 from tba.open import run
 from tba.replay.buffer import ReplayBuffer

@@ -18,6 +18,7 @@ from build import config, random_batch, setup_of
 from pretend import DeviceMismatch
 
 from tba.config.plugins import names
+from tba.errors import StepError
 from tba.learn import plan, policy, publish, state
 from tba.learn import trainer as trainers
 from tba.learn.policy import Policy
@@ -25,7 +26,7 @@ from tba.learn.trainer import MicroBatchResult, SingleTrainer
 from tba.models import forward as cache
 from tba.open import run
 from tba.runtime.deadline import bind_ray
-from tba.types import Batch, StepError
+from tba.types import Batch
 
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
 KINDS: dict[str, tuple[str, ...]] = {

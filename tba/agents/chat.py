@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.models.decoding import before_stop
 from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import Roles, normalised, text_of

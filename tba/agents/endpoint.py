@@ -32,7 +32,8 @@ from pydantic import ValidationError
 from tba.agents.chat import Chat, check_stop
 from tba.agents.session import OpenSession, PendingReply, RequestContext, Session, Turns
 from tba.agents.wire import ChatRequest, RefusedError
-from tba.engines import Engine, EngineError, RewardError
+from tba.engines import Engine
+from tba.errors import EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import AgentProcess, EventLoop

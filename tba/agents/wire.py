@@ -5,17 +5,19 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
-from tba.agents.chat import Chat
 from tba.config.tables import Count, NotNegative, Positive, PositiveShare, Texts
 from tba.models.decoding import BYTE, INCOMPLETE
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Message
 from tba.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from tba.agents.chat import Chat
 
 COLDEST = 0.01
 """Temperature for programs that request 0."""
@@ -102,7 +104,7 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
 
 
 def message_of(
-    chat: Chat, context: np.ndarray, turn: Completion, asked: ChatRequest, stop: Sequence[str],
+    chat: "Chat", context: np.ndarray, turn: Completion, asked: ChatRequest, stop: Sequence[str],
     begun: Message | None = None, number: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the reply to call `number` of a session in OpenAI's form; it may continue a message.

@@ -11,7 +11,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import (
@@ -29,9 +29,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.errors import about, check_secrets, choices, explain, read_secrets, reason, together
-from tba.config.schema import NEAREST, Config, elsewhere, inner_table
-from tba.config.tables import FILLED_IN, PLUGGED, Positive, Table, Use
+from tba.config.hints import NEAREST, elsewhere, inner_table
+from tba.config.mistakes import about, choices, explain, reason, together
+from tba.config.secrets import check_secrets, read_secrets
+from tba.config.tables import FILLED_IN, PLUGGED, ConfigTables, PluginTable, Positive, Table
 
 JUDGES = "tasks.judges"
 NAMES = "`tba list` lists all"
@@ -45,6 +46,7 @@ MEMBERS = {
 """Members, own or inherited, that identify the plug-ins of a kind."""
 
 
+AnyConfig = TypeVar("AnyConfig", bound=ConfigTables)
 Number = TypeVar("Number", bound=float)
 """Type of an option, such as `PositiveFloat`."""
 
@@ -84,8 +86,18 @@ class Plugin:
 
     def at(self, step: int) -> Any:
         """Return the instance for a step, with each schedule replaced by its value at that step."""
+        scheduled = {n: v.at(step) for n, v in self.options.items() if isinstance(v, Schedule)}
+        return dataclasses.replace(self._first, **scheduled) if scheduled else self._first
+
+    @cached_property
+    def _first(self) -> Any:
+        """The instance with the first value of each schedule, built once: it may read secrets."""
         given = read_secrets(self.options).items()
-        return self.cls(**{n: v.at(step) if isinstance(v, Schedule) else v for n, v in given})
+        return self.cls(**{n: v.at(0) if isinstance(v, Schedule) else v for n, v in given})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options as they are written: no secret is in a message to another process."""
+        return {"cls": self.cls, "options": self.options}
 
     def build(self, *positional: Any) -> Any:
         """Return an instance. The fields that the run fills in are positional."""
@@ -275,16 +287,16 @@ class Plugins:
     selection: Plugin
 
 
-def resolve_all(config: Config) -> Plugins:
+def resolve_all(config: ConfigTables) -> Plugins:
     """Find the five plug-ins of a config and check their options; ValueError if one is wrong."""
     return Plugins(*resolved(config, PLUGGED))
 
 
-def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
+def resolved(config: ConfigTables, tables: Collection[str]) -> list[Plugin]:
     """Return the plug-ins that these tables name; ValueError if one is wrong."""
 
     def of_table(table: str) -> Plugin:
-        given: Use = getattr(config, table)
+        given: PluginTable = getattr(config, table)
         with about(table):
             read_secrets(given.options)  # raises ValueError here, not where the plug-in is built
         return resolve(PLUGGED[table], table, given.use, given.options)
@@ -292,20 +304,22 @@ def resolved(config: Config, tables: Collection[str]) -> list[Plugin]:
     return together(*(partial(of_table, each) for each in PLUGGED if each in tables))
 
 
-def mistakes(
+def mistakes_in(
     model: type[Table], plain: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> list[str]:
     """Return the mistakes in tables: these errors, and others that do not depend on wrong keys."""
     told = [_explained(model, each) for each in errors]
     wrong = [each["loc"][:2] for each in errors]
-    if model is not Config or () in wrong:  # () is the place of keys that contradict each other
+    if (
+        not issubclass(model, ConfigTables) or () in wrong
+    ):  # () is the place of keys that contradict each other
         return told
     rest = {name: table for name, table in plain.items() if (name,) not in wrong}
     for name, table in rest.items():
         if isinstance(table, Mapping):
             rest[name] = {key: v for key, v in table.items() if (name, key) not in wrong}
     try:
-        left = Config(**rest)
+        left = model(**rest)
         resolved(left, left.model_fields_set)
     except ValueError as error:
         keys = {place[-1] for place in wrong}
@@ -321,7 +335,15 @@ def _explained(model: type[Table], error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         places = {key: elsewhere(key) for key in _keys(where, error["input"])}
         known = [f"unknown key {key!r}: {place}" for key, place in places.items() if place]
-        return "\n".join(known) or _unknown_key(model, path)
+        if known:
+            return "\n".join(known)
+        *outer, name = path
+        table = model
+        for each in outer:
+            table = inner_table(table.model_fields[each]) or table
+        keys = [field.alias or key for key, field in table.model_fields.items()]
+        every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
+        return f"unknown key {where!r}{choices(name, keys, every)}"
     if error["type"] == "value_error":
         return reason(error)
     if error["type"] == "model_type":
@@ -341,19 +363,7 @@ def _keys(where: str, value: object) -> Iterator[str]:
         yield from _keys(f"{where}.{name}", inner)
 
 
-def _unknown_key(model: type[Table], path: Sequence[str]) -> str:
-    """Return an error message for an unknown key, with the nearest keys."""
-    *outer, name = path
-    table = model
-    for each in outer:
-        table = inner_table(table.model_fields[each]) or table
-    where = ".".join(path)
-    known = [field.alias or key for key, field in table.model_fields.items()]
-    every = f"`tba list {outer[0]}` lists all keys" if outer else "`tba list` lists all tables"
-    return f"unknown key {where!r}{choices(name, known, every)}"
-
-
-def with_defaults(config: Config) -> Config:
+def with_defaults(config: AnyConfig) -> AnyConfig:
     """Return the config with all options of its plug-ins, because defaults may change later.
 
     The engine also has defaults for `[runtime]`.
@@ -361,7 +371,7 @@ def with_defaults(config: Config) -> Config:
     tables: dict[str, Any] = {}
     engine: Any = find("engines", config.engine.use)
     for table, kind in PLUGGED.items():
-        given: Use = getattr(config, table)
+        given: PluginTable = getattr(config, table)
         options = given.options
         if table == "engine":
             options = {**engine.chosen(config), **options}

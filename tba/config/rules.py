@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tba.config.schema import Config
+from tba.config.tables import ConfigTables
 
 Rule = tuple[bool, str, str]
 """A rule: whether the config breaks it, a setting, and the requirement of that setting."""
@@ -17,7 +15,7 @@ def broken(rules: Iterable[Rule]) -> list[str]:
     return [told.format(setting, what) for is_broken, setting, what in rules if is_broken]
 
 
-def rules_of_sizes(c: "Config") -> Iterator[Rule]:
+def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
     e = c.eval
     t = c.trainer
     k = t.group_size
@@ -62,7 +60,7 @@ def rules_of_sizes(c: "Config") -> Iterator[Rule]:
             yield not fits, "checkpoint.keep_best", f"{name}={e.every}, or a divisor of it"
 
 
-def rules_of_rows(c: "Config", prompts: int, held_out: int, is_new: bool) -> Iterator[Rule]:
+def rules_of_rows(c: ConfigTables, prompts: int, held_out: int, is_new: bool) -> Iterator[Rule]:
     """Yield rules that depend on the numbers of training prompts and held-out prompts."""
     e = c.eval
     best = c.checkpoint.keep_best
@@ -79,7 +77,7 @@ def rules_of_rows(c: "Config", prompts: int, held_out: int, is_new: bool) -> Ite
         yield filled > c.replay.per_prompt, first, f"replay.per_prompt={filled} or more"
 
 
-def rules_of_processes(c: "Config") -> Iterator[Rule]:
+def rules_of_processes(c: ConfigTables) -> Iterator[Rule]:
     r = c.runtime
     t = c.trainer
     is_local = r.use == "local"

@@ -5,51 +5,43 @@ other keys are its options. `tba list` lists all keys. This module does not impo
 mistakes are reported at once.
 """
 
-import difflib
 import json
 import re
+import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError, model_validator
-from pydantic.fields import FieldInfo
 
-from tba.config import tables
-from tba.config.errors import check_docstrings, check_secrets, refuse, together
+from tba.config.hints import without_table
+from tba.config.mistakes import refuse, together
+from tba.config.plugins import mistakes_in, resolved
 from tba.config.rules import broken, rules_of_processes, rules_of_sizes
-from tba.config.tables import PLUGGED, Table, Use
+from tba.config.secrets import check_secrets
+from tba.config.tables import PLUGGED, ConfigTables, Table
 
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
-_OTHERS = tomllib.loads(Path(__file__).with_name("trl.toml").read_text("utf-8"))
-"""Names of settings in other packages, as in docs/from_trl.md."""
-NEAREST: dict[str, str] = _OTHERS["nearest"]
-"""Settings to type for objectives of other packages, by the names of the objectives."""
-PLACES: dict[str, list[str]] = _OTHERS["places"]
-"""Names of settings in other packages, by the place of the setting here."""
-GONE: dict[str, str] = _OTHERS["gone"]
-"""Replacements for keys and tables of earlier versions."""
 LIMITS = {
     ("trainer", "warmup_steps"): ("run", "steps", 1),
     ("eval", "prompts"): ("task", "held_out_size", 0),
 }
 """Settings of the default config with their upper limits: another setting, less a number."""
-NONE = "none"
-"""Beginning of the place of a setting without counterpart; the reason may follow."""
 
 
-def inner_table(field: FieldInfo) -> type[Table] | None:
-    """Return the table that a field holds, which may be optional; None if it holds a value."""
-    for kind in get_args(field.annotation) or (field.annotation,):
-        if isinstance(kind, type) and issubclass(kind, Table):
-            return kind
-    return None
+def check_docstrings() -> None:
+    """Raise ValueError if Python strips docstrings."""
+    if sys.flags.optimize > 1:
+        raise ValueError(
+            "Python leaves out docstrings (PYTHONOPTIMIZE=2, or -OO), which transformers needs to"
+            " load models; unset PYTHONOPTIMIZE, or set it to 1"
+        )
 
 
 class Tables(Table):
@@ -61,33 +53,15 @@ class Tables(Table):
         try:
             super().__init__(**plain)
         except ValidationError as error:
-            from tba.config.plugins import mistakes
-
-            refuse(mistakes(type(self), plain, error.errors()))
+            refuse(mistakes_in(type(self), plain, error.errors()))
 
 
-class Config(Tables):
+class Config(Tables, ConfigTables):
     """The config of a whole run.
 
     Read one with `load`, or build it from tables:
     `Config(task="gsm8k", objective={"use": "tb", "beta": 0.01})`.
     """
-
-    run: tables.RunTable = tables.RunTable()
-    policy: tables.PolicyTable = tables.PolicyTable()
-    task: tables.TaskTable = tables.TaskTable()
-    engine: tables.EngineTable = tables.EngineTable(use="transformers")
-    sampling: tables.SamplingTable = tables.SamplingTable()
-    objective: Use = Use(use="tb")
-    strategy: Use = Use(use="mixture")
-    selection: Use = Use(use="cyclic")
-    replay: tables.ReplayTable = tables.ReplayTable()
-    trainer: tables.TrainerTable = tables.TrainerTable()
-    runtime: tables.RuntimeTable = tables.RuntimeTable()
-    reward: tables.RewardTable = tables.RewardTable()
-    eval: tables.EvalTable = tables.EvalTable()
-    checkpoint: tables.CheckpointTable = tables.CheckpointTable()
-    log: tables.LogTable = tables.LogTable()
 
     @model_validator(mode="before")
     @classmethod
@@ -119,8 +93,6 @@ class Config(Tables):
         """Raise ValueError for settings that contradict each other."""
         mistakes = broken((*rules_of_sizes(self), *rules_of_processes(self)))
         if mistakes:
-            from tba.config.plugins import resolved
-
             together(partial(refuse, mistakes), partial(resolved, self, self.model_fields_set))
         return self
 
@@ -196,20 +168,19 @@ def load(
     if isinstance(overrides, str):
         raise ValueError(f"{overrides!r} is not a list of settings; write [{overrides!r}]")
     plain = read_tables({} if path is None else path)
-    config: Config = together(
-        partial(_override, plain, overrides, is_default=path == DEFAULT), lambda: Config(**plain)
-    )[1]
+
+    def override() -> None:
+        override_all(plain, overrides)
+        given = {setting.partition("=")[0].strip() for setting in overrides}
+        # sizes of the default config follow the steps and rows that are set
+        for (table, name), (other, size, less) in LIMITS.items() if path == DEFAULT else ():
+            most = plain[other].get(size)
+            if f"{table}.{name}" not in given and isinstance(most, int):
+                plain[table][name] = max(0, min(plain[table][name], most - less))
+
+    config: Config
+    _, config = together(override, lambda: Config(**plain))  # with the mistakes of both
     return config
-
-
-def _override(plain: dict[str, Any], overrides: Sequence[str], is_default: bool) -> None:
-    """Apply settings; limit sizes of the default config to the steps and rows that are set."""
-    override_all(plain, overrides)
-    given = {setting.partition("=")[0].strip() for setting in overrides}
-    for (table, name), (other, size, less) in LIMITS.items() if is_default else ():
-        most = plain[other].get(size)
-        if f"{table}.{name}" not in given and isinstance(most, int):
-            plain[table][name] = max(0, min(plain[table][name], most - less))
 
 
 def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -253,22 +224,27 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
     An empty value, `table.key=`, removes the key, so that its default applies.
     """
     values: dict[str, Any] = {}
-    read = [partial(_read_setting, each, values) for each in settings]
-    together(*read, partial(assign_all, plain, values))
 
+    def read(setting: str) -> None:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        value: Any = text or None
+        try:
+            value = tomllib.loads(f"v = {text}")["v"] if text else None
+        except tomllib.TOMLDecodeError:
+            if re.match(r"[\[{\s]*{\s*[\w\"'-]+\s*=", text):  # it may hold a secret: not quoted
+                raise ValueError(
+                    "a table is written {use='f.py:make',x=1}; check its quotes and braces"
+                ) from None
+        check_secrets(key, value)  # first, so that no error quotes a secret
+        if not equals or ("." not in key and key not in PLUGGED):
+            hint = without_table(key, text) if equals else ""
+            example = (
+                "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
+            )
+            raise ValueError(f"{setting!r}: write `table.key=value`, {hint or example}")
+        values[f"{key}.use" if key in PLUGGED else key] = value
 
-def _read_setting(setting: str, values: dict[str, Any]) -> None:
-    """Parse `table.key=value` into `values`, by `table.key`."""
-    key, equals, text = (part.strip() for part in setting.partition("="))
-    value = _value(text)
-    check_secrets(key, value)  # first, so that no error quotes a secret
-    if not equals or ("." not in key and key not in PLUGGED):
-        hint = without_table(key, text) if equals else ""
-        example = (
-            "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
-        )
-        raise ValueError(f"{setting!r}: write `table.key=value`, {hint or example}")
-    values[f"{key}.use" if key in PLUGGED else key] = value
+    together(*(partial(read, each) for each in settings), partial(assign_all, plain, values))
 
 
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -302,68 +278,3 @@ def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
             table.pop(last, None)
         else:
             table[last] = values[key]
-
-
-def _value(text: str) -> Any:
-    if not text:
-        return None
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        if re.match(r"[\[{\s]*{\s*[\w\"'-]+\s*=", text):  # it may hold a secret: not quoted
-            raise ValueError(
-                "a table is written {use='f.py:make',x=1}; check its quotes and braces"
-            ) from None
-        return text
-
-
-def counterpart(name: str) -> str | None:
-    """Return the place here of a setting of other packages; None if the name is unknown."""
-    for place, names in PLACES.items():
-        if name in names:
-            return place
-    return NONE if name.startswith(tuple(_OTHERS["groups"])) else None
-
-
-def elsewhere(where: str, options: Collection[str] | None = None) -> str:
-    """Return a hint on where to write a key that is not in its table; "" if that is unknown.
-
-    `options` are the options of the plug-in that the table names.
-    """
-    table, _, name = where.rpartition(".")
-    if instead := GONE.get(where) or GONE.get(table):
-        return f"it was removed; {instead}"
-    place = counterpart(name)
-    if place is None:
-        place = " or ".join(_places().get(name, ()))
-    if place.startswith(NONE):
-        why = place.removeprefix(NONE)
-        return f"{name} has no counterpart here{why}; docs/from_trl.md says more"
-    if place == where and options is None:
-        return f"write {name} into its table, {table}"
-    own = place.removeprefix(f"{table}.")
-    of_other_plugin = own != place and own.isidentifier() and own not in (options or ())
-    if not place or (table in PLUGGED and of_other_plugin):
-        return ""
-    return f"{name} is {place} here"
-
-
-def without_table(name: str, text: str) -> str:
-    """Return a hint on what to write for `name=text` without a table; "" if that is unknown."""
-    places = _places()
-    if name not in places and (words := elsewhere(name)):
-        return words
-    close = difflib.get_close_matches(name, places, n=1)
-    meant = [f"`{place}={text}`" for place in places[close[0]]] if close else []
-    return f"did you mean {' or '.join(meant)}?" if meant else ""
-
-
-def _places() -> dict[str, list[str]]:
-    """Return the places of each key of the config, as `table.key`."""
-    places: dict[str, list[str]] = {}
-    for table, holder in Config.model_fields.items():
-        inner = inner_table(holder)
-        for key in inner.model_fields if inner else ():
-            if key != "use":
-                places.setdefault(key, []).append(f"{table}.{key}")
-    return places

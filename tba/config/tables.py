@@ -73,7 +73,7 @@ def key(default: Any, meaning: str) -> Any:
     return Field(default, description=meaning)
 
 
-class Use(Table):
+class PluginTable(Table):
     """A plug-in by name, with its options."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -84,7 +84,7 @@ class Use(Table):
         return dict(self.__pydantic_extra__ or {})
 
 
-class EngineTable(Use):
+class EngineTable(PluginTable):
     """The engine by name, with its options and the check of every weight update."""
 
     max_logp_gap: PositiveFloat | None = key(
@@ -95,7 +95,7 @@ class EngineTable(Use):
     )
 
 
-class TaskTable(Use):
+class TaskTable(PluginTable):
     """The task by name, with its options; with rows from Python, it is `custom` by default."""
 
     use: str = "arithmetic"
@@ -365,7 +365,7 @@ class RewardTable(Table):
     )
 
 
-class EvalSet(Use):
+class EvalSet(PluginTable):
     """An additional evaluation set: the held-out prompts of a task, scored by it."""
 
     use: str = key("", "task of the set; default: the run's task, with the options given here")
@@ -409,3 +409,23 @@ class LogTable(Table):
         " environment variable WANDB_PROJECT, or tba",
     )
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: never")
+
+
+class ConfigTables(Table):
+    """The tables of a config by name, without the rules that hold between them."""
+
+    run: RunTable = RunTable()
+    policy: PolicyTable = PolicyTable()
+    task: TaskTable = TaskTable()
+    engine: EngineTable = EngineTable(use="transformers")
+    sampling: SamplingTable = SamplingTable()
+    objective: PluginTable = PluginTable(use="tb")
+    strategy: PluginTable = PluginTable(use="mixture")
+    selection: PluginTable = PluginTable(use="cyclic")
+    replay: ReplayTable = ReplayTable()
+    trainer: TrainerTable = TrainerTable()
+    runtime: RuntimeTable = RuntimeTable()
+    reward: RewardTable = RewardTable()
+    eval: EvalTable = EvalTable()
+    checkpoint: CheckpointTable = CheckpointTable()
+    log: LogTable = LogTable()

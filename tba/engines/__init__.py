@@ -16,18 +16,6 @@ from tba.types import Completion, Sampling, Turn
 from tba.weights import Weights
 
 
-class SearchError(RuntimeError):
-    """Search cannot continue. The run is saved before it ends."""
-
-
-class RewardError(SearchError):
-    """Fault of the reward function; the message contains its traceback."""
-
-
-class EngineError(SearchError):
-    """Fault of an engine, not of the user's code or settings: its searcher is restarted."""
-
-
 @dataclass
 class Engine(ABC):
     """Base class of engines, which generate completions with one version of the policy's weights.

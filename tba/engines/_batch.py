@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.engines import EngineError
+from tba.errors import EngineError
 from tba.types import Sampling
 
 

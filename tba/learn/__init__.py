@@ -7,7 +7,8 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Protocol
 
-from tba.types import Batch, StepError
+from tba.errors import StepError, WrongReference
+from tba.types import Batch
 from tba.weights import Publication
 
 
@@ -57,17 +58,6 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore a state that `save` wrote; ValueError, before any change, for another model."""
-
-
-class WrongReference(ValueError):
-    """Policy and reference differ in the first step; no weight has changed."""
-
-
-class TrainerLost(RuntimeError):
-    """A rank of the trainer has died, failed or timed out; all ranks have ended.
-
-    Nothing can be saved: the run continues from its newest checkpoint.
-    """
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tba.errors import NotFinite
 from tba.learn.policy import Policy
 from tba.models.lora import rounded
-from tba.types import Batch, NotFinite, TokenBatch, collate_tokens
+from tba.types import Batch, TokenBatch, collate_tokens
 from tba.weights import Probe, Publication, Transport, published, trained
 
 PROMPT = 16  # tokens of a probe's prompt; it is longer for engines that cache prompts

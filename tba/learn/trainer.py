@@ -16,7 +16,8 @@ from torch import Tensor
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.engines import engine_in_bf16
-from tba.learn import TrainerSizes, WrongReference, plan, publish, state, unchanged
+from tba.errors import NotFinite, WrongReference
+from tba.learn import TrainerSizes, plan, publish, state, unchanged
 from tba.learn.checks import check_lengths, checked_loss, warm_up
 from tba.learn.optimizer import Sums, build_optimizer, learning_rate
 from tba.learn.policy import Output, Policy
@@ -26,7 +27,7 @@ from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Objective, centred, kl_k3, total
 from tba.streams import Use, seed_of
-from tba.types import Batch, NotFinite, TokenBatch
+from tba.types import Batch, TokenBatch
 from tba.weights import Direct, Probe, Publication, Transport, published, trained
 
 MOST_K3 = 10.0

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tba.config.errors import choices
+from tba.config.mistakes import choices
 from tba.config.tables import LoraTable, PolicyTable
 from tba.models import model_path
 from tba.models.pretrained import load_empty_model, load_model

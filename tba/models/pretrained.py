@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.tables import PolicyTable
 from tba.models import is_causal, model_path, tokens_in
 from tba.models.decoding import before_stop, decode

@@ -8,7 +8,7 @@ from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.prompt import Message, Prompt
 
 AS_JSON = re.compile(r'"text": ?"(?:[^"\\]|\\.)*\ufdd0')

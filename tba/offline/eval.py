@@ -31,7 +31,7 @@ from tba.models import model_path
 from tba.models.lora import merged
 from tba.models.pretrained import Tokenizer, computes_in_bf16, folder_of, load_model, load_text
 from tba.replay.store import FOLDER, PROMPTS, load_groups
-from tba.runs.checkpoint import REFERENCE, choose, chosen
+from tba.runs.checkpoint import REFERENCE, choose_checkpoint, chosen
 from tba.runs.folder import (
     METRICS,
     SAMPLES,
@@ -55,6 +55,7 @@ EVALUATED = "eval/sampled_reward"  # in every evaluation, and in no training ste
 TEMPLATE = Path(__file__).with_name("card.md")
 HUB = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Name of a model on the Hugging Face Hub."""
+LICENCE = ("license", "license_name", "license_link")
 SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/")
 """Part of the path of a model in the Hub's cache."""
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Result:
         docs/tasks.md).
         """
         policy = read_config(self.folder).policy
-        folder = choose(self.folder, step) / MODEL
+        folder = choose_checkpoint(self.folder, step) / MODEL
         if policy.lora is not None:
             return merged(policy, folder)
         return load_model(policy.model_copy(update={"model": str(folder)}), torch.float32)
@@ -110,7 +111,7 @@ def evaluate_run(
     step: int | str | None = None,
     completions: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the scores of a checkpoint (see `choose`) on the task's held-out prompts.
+    """Return the scores of a checkpoint (see `choose_checkpoint`) on the task's held-out prompts.
 
     With `reference`, evaluates the model before training instead. The KL is to the checkpoint's
     reference: the model before training, unless it was reset. `completions` is a new JSONL file.
@@ -301,10 +302,13 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     data = sorted({*map(_model_name, _data_in(config.task.options))})
     is_same = not any(name.startswith("evaluated") for name in read_warnings(run))
     before = _texts(by_step.get(0, {})) if is_same else {}
+    about: dict[str, Any] = {}
+    with suppress(Exception):  # the card may be missing, and may contain anything
+        about = metadata_load(folder_of(model_path(config.policy.model)) / "README.md") or {}
     metadata = ModelCardData(
         base_model=model if HUB.fullmatch(model) and not Path(model).exists() else None,
         datasets=[each for each in data if HUB.fullmatch(each)] or None,
-        **_licence(config.policy.model),
+        **{name: about[name] for name in LICENCE if name in about},
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "tba"],
@@ -334,15 +338,6 @@ def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
             yield from _data_in(value)
         elif name == "data" and isinstance(value, str):
             yield value
-
-
-def _licence(model: str) -> dict[str, Any]:
-    """Return the licence metadata in the card of a model, if the card is on this machine."""
-    with suppress(Exception):  # the card may be missing, and may contain anything
-        about = metadata_load(folder_of(model_path(model)) / "README.md") or {}
-        names = ("license", "license_name", "license_link")
-        return {name: about[name] for name in names if name in about}
-    return {}
 
 
 def _texts(scores: Mapping[str, float]) -> dict[str, str]:

@@ -135,7 +135,13 @@ def _rewards(
     while len(rewards) < len(groups):
         tell(f"scoring stored groups again: {len(rewards)}/{len(groups)}")
         some = groups[len(rewards) :][:AT_ONCE]
-        answers = [_answers(group, setup, text) for group in some]
+        answers: list[list[Answer | Verdict]] = []
+        for group in some:  # in the form that searches score
+            own = [
+                text.answer(t.tokens, t.finished, setup.sampling.stop, t.version)
+                for t in group.trajectories
+            ]
+            answers.append(settle_truncated(own, setup.sampling.truncated))
         for verdicts in scoring([g.prompt for g in some], answers):
             stats.reject(verdicts)
             rewards.append([math.nan if isinstance(v, Rejected) else float(v) for v in verdicts])
@@ -149,11 +155,3 @@ def _rewards(
             )
     total.add(stats)
     return rewards
-
-
-def _answers(group: Group, setup: SearchSetup, text: Tokenizer) -> list[Answer | Verdict]:
-    """Return the answers of a stored group in the form that searches score."""
-    answers = []
-    for t in group.trajectories:
-        answers.append(text.answer(t.tokens, t.finished, setup.sampling.stop, t.version))
-    return settle_truncated(answers, setup.sampling.truncated)

@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 
 from tba.agents.chat import Chat, response_text
 from tba.agents.session import Session, readable, squeezed
-from tba.config.errors import about, choices
+from tba.config.mistakes import about, choices
 from tba.config.schema import Config
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer, load_text
@@ -39,7 +39,7 @@ from tba.runs.folder import read_config
 from tba.scoring.verdicts import LARGEST
 from tba.setup.setup import RunSetup
 from tba.tasks._data import JSON
-from tba.types import SAMPLED, Completion, Group, Trajectory, marks_of
+from tba.types import SAMPLED, Completion, Group, marks_of
 
 log = logging.getLogger(__name__)
 
@@ -170,26 +170,25 @@ def write_rollouts(run: Path, out: Path, step: int | str | None, remote_code: bo
     rows = [(group, t) for group in groups for t in group.trajectories]
     with out.open("x", encoding="utf-8") as lines:
         for group, t in rows:
-            texts = {"completion": response_text(text, t, config.sampling.stop)}
-            lines.write(json.dumps(_row(group, t, text) | texts) + "\n")
+            prompt, tokens = group.prompt.text, group.prompt_tokens
+            # an agent writes its own prompt, and a long prompt may have been truncated
+            if _lost(_contents(prompt), [tokens], text):
+                prompt = text.prompt(tokens)
+            row = {
+                "group": group.prompt.id,
+                "prompt": prompt,
+                "columns": group.prompt.columns,
+                "version": t.version,
+                "prompt_ids": tokens.tolist(),
+                "ids": t.tokens.tolist(),
+                "sampled": marks_of(t).tolist(),
+                "reward": t.reward,
+                "finished": t.finished,
+                "count": t.count,
+                "completion": response_text(text, t, config.sampling.stop),
+            }
+            lines.write(json.dumps(row) + "\n")
     return f"{out}: {len(rows):,} responses to {len(groups):,} prompts"
-
-
-def _row(group: Group, t: Trajectory, text: Tokenizer) -> dict[str, Any]:
-    prompt, tokens = group.prompt.text, group.prompt_tokens
-    return {
-        "group": group.prompt.id,
-        # an agent writes its own prompt, and a long prompt may have been truncated
-        "prompt": text.prompt(tokens) if _lost(_contents(prompt), [tokens], text) else prompt,
-        "columns": group.prompt.columns,
-        "version": t.version,
-        "prompt_ids": tokens.tolist(),
-        "ids": t.tokens.tolist(),
-        "sampled": marks_of(t).tolist(),
-        "reward": t.reward,
-        "finished": t.finished,
-        "count": t.count,
-    }
 
 
 def _row_in(line: str) -> dict[str, Any]:

@@ -21,15 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.errors import size
 from tba.config.schema import Config, read_json
-from tba.learn import Trainer, TrainerLost, TrainerSizes
+from tba.display import size
+from tba.errors import TrainerLost
+from tba.learn import Trainer, TrainerSizes
 from tba.learn.optimizer import MOMENTS
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
-from tba.runs.folder import CHECKPOINTS, own_folder, read_evaluations
+from tba.runs.folder import CHECKPOINTS, own_folder, ranked_score, read_evaluations
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -116,7 +117,7 @@ class Checkpoints:
         if progress.step == self._step:
             return
         started = time.perf_counter()
-        self.wait()
+        self.wait()  # one save at a time: the thread and this method share the next fields
         target = path_of(self._folder, progress.step)
         aside = self._folder / f".{target.name}"
         name = f"checkpoint of step {progress.step}"
@@ -136,8 +137,17 @@ class Checkpoints:
                 _write_search(aside, search, progress)
                 if not os.path.samestat(made, aside.stat()):  # `save_pretrained` creates parents
                     raise FileNotFoundError(f"{self._folder} was moved or removed meanwhile")
-                _commit(aside, target)
-                _prune(target, self._keep, beside)
+                digests = {name: sha256_of(path) for name, path in files_of(aside).items()}
+                (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
+                # on disk before the rename: a complete name never stands for incomplete files
+                for path in [*aside.rglob("*"), aside]:
+                    _sync(path)
+                put(aside, target)
+                _sync(self._folder)
+                # only now are older ones removed; later ones were abandoned by a resumed run
+                done = [g for g in generations(self._folder) if step_of(g) <= progress.step]
+                for path in saved(self._folder) - {*done[-self._keep :], *beside}:
+                    remove(path)
                 self._seconds["checkpoint/seconds"] += time.perf_counter() - copied
                 self._seconds["checkpoint/blocked"] += copied - started
             except BaseException as error:  # raised in the train loop by `wait`
@@ -205,24 +215,6 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     (folder / STATE).write_text(json.dumps(state), "utf-8")
 
 
-def _commit(aside: Path, target: Path) -> None:
-    """Add a manifest, flush to disk, and rename."""
-    digests = {name: sha256_of(path) for name, path in files_of(aside).items()}
-    (aside / MANIFEST).write_text(json.dumps(digests, indent=1), "utf-8")
-    for path in [*aside.rglob("*"), aside]:
-        _sync(path)
-    put(aside, target)
-    _sync(target.parent)
-
-
-def _prune(newest: Path, keep: int, beside: Set[Path]) -> None:
-    """Keep only `newest`, the keep - 1 before it, and `beside`; later ones were abandoned."""
-    folder = newest.parent
-    complete = [g for g in generations(folder) if step_of(g) <= step_of(newest)]
-    for path in saved(folder) - {*complete[-keep:], *beside}:
-        remove(path)
-
-
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -258,8 +250,8 @@ def score_of(scores: Mapping[str, float]) -> float:
     """
     if scores.get("sampled_rejected") == 1:
         return -math.inf
-    name = "sampled_pass@1" if "sampled_pass@1" in scores else "sampled_reward"
-    return float(f"{scores[name]:.9g}")
+    _, score, _ = ranked_score(scores)
+    return float(f"{score:.9g}")
 
 
 def read_scores(run: Path) -> dict[int, float]:
@@ -295,10 +287,10 @@ def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) ->
 def chosen(run: Path, step: int | str | None = None) -> Iterator[Path]:
     """Choose a checkpoint, and lock it so that a training run does not remove it."""
     with held(run / CHECKPOINTS) as complete:
-        yield choose(run, step, complete)
+        yield choose_checkpoint(run, step, complete)
 
 
-def choose(
+def choose_checkpoint(
     run: Path, step: int | str | None = None, complete: Sequence[Path] | None = None
 ) -> Path:
     """Return the checkpoint of a `step`, the "best" one, or by default the newest undamaged one.

@@ -9,8 +9,8 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from tba.config.schema import Config
-from tba.runs.folder import SUMMARY, resumes
-from tba.runs.metrics import EACH_REWARD, shown
+from tba.runs.folder import SUMMARY, ranked_score, resumes
+from tba.runs.metrics import EACH_REWARD, panel_values
 
 if TYPE_CHECKING:  # these import PyTorch, and the first line is printed before that
     from tba.runs.summary import Summary
@@ -76,8 +76,15 @@ class Console:
         if 2 < step < self._steps and now - self._last_line < self.EVERY:
             return
         self._last_line = now
-        values = "  ".join(f"{label} {value}" for label, value in self._values(metrics))
-        self.note(f"step {step}/{self._steps}  {metrics['time']:.0f} s  {values}")
+        latest = {**self._held_out, **metrics}
+        values = []
+        for name, label, text in panel_values(latest):
+            function = EACH_REWARD.fullmatch(name)
+            std = latest.get(f"rewards/{function[1]}/std", nan) if function else nan
+            spread = f" (std {std:.3f})" if isfinite(std) else ""
+            values.append(f"{label} {text}{spread}")
+        seconds = f"{metrics['time']:.0f} s"
+        self.note("  ".join([f"step {step}/{self._steps}", seconds, *values]))
 
     def evaluation(self, evaluation: "Evaluation") -> None:
         """Show the scores, and one answer to the first held-out prompt."""
@@ -92,7 +99,8 @@ class Console:
         self.note(f"evaluation at step {version}: {line}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
-        self.note(f"sample: {_end(prompt)!r} -> {_short(completion)!r}  reward {reward:g}")
+        end = _short(prompt[::-1])[::-1]  # the question is at the end of a prompt
+        self.note(f"sample: {end!r} -> {_short(completion)!r}  reward {reward:g}")
 
     def end(self, s: "Summary", folder: Path, best: tuple[int, float] | None = None) -> None:
         """Show the scores, the totals of the run, and the next commands.
@@ -131,26 +139,12 @@ class Console:
         details = [f"  {label:<20} {text}" for label, text in rows.items()]
         self.note("\n".join(["", *results, *warnings, *details]))
 
-    def _values(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Return the label and the text of each metric on the first screen.
-
-        The text of a reward function contains its mean and standard deviation.
-        """
-        latest = {**self._held_out, **metrics}
-        values = []
-        for name, label, text in shown(latest):
-            function = EACH_REWARD.fullmatch(name)
-            std = latest.get(f"rewards/{function[1]}/std", nan) if function else nan
-            if isfinite(std):
-                text = f"{text} (std {std:.3f})"
-            values.append((label, text))
-        return values
-
 
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation as one line: pass@1 or else the reward, and the task's own metrics."""
     reward = REWARD + (GREEDY if "greedy_reward" in scores else "")
-    parts = [(PASS if "sampled_pass@1" in scores else reward).format_map(scores)]
+    kind, _, _ = ranked_score(scores)
+    parts = [(PASS if kind == "pass@1" else reward).format_map(scores)]
     for name, value in scores.items():
         if name.startswith("pass@") and not name.endswith("stderr"):
             parts.append(f"{name} {value:.3f}")
@@ -170,8 +164,3 @@ def in_a_line(scores: Mapping[str, float]) -> str:
 def _short(text: str) -> str:
     flat = " ".join(text.split())
     return flat if len(flat) <= WIDTH else flat[: WIDTH - 1] + "…"
-
-
-def _end(text: str) -> str:
-    """Return the end of a prompt, where its question is."""
-    return _short(text[::-1])[::-1]

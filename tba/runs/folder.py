@@ -11,13 +11,14 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from math import nan
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.schema import Config, read_json
 
 METRICS = "metrics.jsonl"
@@ -97,7 +98,7 @@ def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
     return {f"{name}.{key}": shown(v) for name, table in tables.items() for key, v in table.items()}
 
 
-def folder_of(config: Config) -> Path:
+def run_folder(config: Config) -> Path:
     """Return the folder of a new run."""
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path(config.run.folder or default).expanduser()
@@ -155,10 +156,17 @@ def evaluations_in(metrics: Iterable[Row]) -> list[dict[str, float]]:
     evaluations = []
     for row in metrics:
         scores = {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
-        errors = [scores[n] for n in ("sampled_stderr", "sampled_reward_stderr") if n in scores]
-        if errors and "sampled_reward" in scores:
-            evaluations.append({**scores, "step": float(row["step"]), "stderr": errors[0]})
+        if scores.keys() >= {"sampled_reward", "sampled_reward_stderr"}:
+            _, _, stderr = ranked_score(scores)
+            evaluations.append({**scores, "step": float(row["step"]), "stderr": stderr})
     return sorted(evaluations, key=lambda scores: scores["step"])
+
+
+def ranked_score(scores: Mapping[str, float]) -> tuple[str, float, float]:
+    """Return the score that ranks evaluations: pass@1 or else reward, its value, and its error."""
+    if "sampled_pass@1" in scores:
+        return "pass@1", scores["sampled_pass@1"], scores.get("sampled_stderr", nan)
+    return "reward", scores["sampled_reward"], scores.get("sampled_reward_stderr", nan)
 
 
 def read_warnings(run: Path) -> dict[str, str]:
@@ -238,7 +246,7 @@ def locked(folder: Path, key: str = "run.folder", wait: float = 0.0) -> Iterator
     try:
         yield
     finally:
-        (folder / HOLDER).unlink(missing_ok=True)
+        (folder / HOLDER).unlink(missing_ok=True)  # while locked: the next holder writes its own
         lock.release()
 
 

@@ -78,13 +78,14 @@ def _hold(generation: Path, locks: ExitStack) -> bool:
         return generation.is_dir()
     try:
         file = locks.enter_context(manifest.open("rb"))
-        free = _locks(file, fcntl.LOCK_SH)
+        free = try_lock(file, fcntl.LOCK_SH)  # `remove` needs it alone
+        # between open and lock, the name may have gone to another file
         return free and os.path.samestat(os.fstat(file.fileno()), manifest.stat())
     except OSError:  # gone
         return generation.is_dir()
 
 
-def _locks(file: IO[bytes], kind: int) -> bool:
+def try_lock(file: IO[bytes], kind: int) -> bool:
     """Lock a file; return False if another process holds it. Without file locks, return True."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -131,7 +132,7 @@ def remove(generation: Path) -> None:
             return path.unlink()
         if path.name.startswith("step-") and (path / MANIFEST).is_file():
             with (path / MANIFEST).open("rb") as file:
-                if not _locks(file, fcntl.LOCK_EX):  # it is being read: the next save removes it
+                if not try_lock(file, fcntl.LOCK_EX):  # it is being read: the next save removes it
                     return None
                 path = path.rename(path.with_name(f".{path.name}"))  # so no reader sees a part
         shutil.rmtree(path)

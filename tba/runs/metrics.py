@@ -67,7 +67,7 @@ PANELS = TypeAdapter(list[Panel]).validate_python(TABLE["panels"])
 SECTIONS = TypeAdapter(list[Section]).validate_python(TABLE["sections"])
 
 
-def shown(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+def panel_values(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
     """Yield the name, label and text of each metric that the panels show."""
     for panel in PANELS:
         for metric in panel.metrics:

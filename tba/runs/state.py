@@ -1,13 +1,14 @@
 """State of a run, read from its folder: whether it is running, its progress, and its score."""
 
+import fcntl
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock, Timeout
-
+from tba.display import duration
 from tba.runs.folder import (
     CONFIG,
     LOCK,
@@ -15,9 +16,11 @@ from tba.runs.folder import (
     SUMMARY,
     evaluations_in,
     is_run,
+    ranked_score,
     read,
     read_optional,
 )
+from tba.runs.generations import try_lock
 
 RATE = 50
 """Number of steps over which the pace is measured to estimate the remaining time."""
@@ -64,7 +67,10 @@ def state_of(run: Path) -> RunState:
     summary = read_optional(run / SUMMARY)
     kind: Literal["running", "finished", "stopped", "crashed"] = "crashed"
     left = None
-    if _is_locked(run):
+    is_locked = False
+    with suppress(OSError), (run / LOCK).open("rb") as lock:  # it may not exist, or be unreadable
+        is_locked = not try_lock(lock, fcntl.LOCK_SH)
+    if is_locked:
         kind = "running"
         latest = rows[-RATE:]
         if len(latest) > 1 and steps:
@@ -75,9 +81,8 @@ def state_of(run: Path) -> RunState:
     file = run / METRICS
     age = time.time() - file.stat().st_mtime if file.is_file() else 0.0
     evaluations = evaluations_in(metrics)
-    newest = evaluations[-1] if evaluations else {}
-    score = newest.get("sampled_pass@1", newest.get("sampled_reward"))
-    return RunState(kind, step, steps, age, left, score, newest.get("stderr"))
+    _, score, stderr = ranked_score(evaluations[-1]) if evaluations else ("", None, None)
+    return RunState(kind, step, steps, age, left, score, stderr)
 
 
 def runs_in(folder: Path) -> Iterator[Path]:
@@ -105,24 +110,3 @@ def table_of(folder: Path) -> list[str]:
         row = f"{name:<{width}}  {state.kind:<8}  {of:>15}  {score:>13}  {duration(state.age)}"
         lines.append(row + state.remaining)
     return lines
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its largest unit, such as `4 s`, `12 min`, `3.5 h` or `2.1 d`."""
-    for unit, size, form in (("d", 86400, ".1f"), ("h", 3600, ".1f"), ("min", 60, ".0f")):
-        if seconds >= size:
-            return f"{seconds / size:{form}} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def _is_locked(run: Path) -> bool:
-    """Return whether a process holds the lock of a folder; does not create the lock file."""
-    if not (run / LOCK).exists():
-        return False
-    try:
-        with FileLock(run / LOCK, thread_local=False).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # no permission to lock it
-        return False

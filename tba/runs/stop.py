@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from tba.config.errors import printable
+from tba.display import printable
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE = 0.5

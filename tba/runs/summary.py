@@ -122,6 +122,8 @@ class Tracker:
         total["lag_max"] = max(total["lag_max"], *lags)
         seconds = now - self._last - self._spent["first_fill"]
         distinct = [len({id(t) for t in g.trajectories}) for g in groups]
+        self._arrived.append((self.seconds, stats.counts["samples_generated"]))
+        (since, first), (until, newest) = self._arrived[0], self._arrived[-1]
         metrics: dict[str, float] = {
             "time": self.seconds,
             "samples_trained": total["samples_trained"],
@@ -129,7 +131,7 @@ class Tracker:
             "off_policy/lag_max": max(lags),
             "off_policy/lag_by_token": np.concatenate([t.lags(step) for t in trajectories]).mean(),
             "completions/clipped_ratio": fmean(not t.finished for t in trajectories),
-            "samples_per_second": self._rate(stats.counts["samples_generated"]),
+            "samples_per_second": (newest - first) / max(1e-9, until - since),
             "buffer/size": len(buffer),
             "buffer/prompts": buffer.prompts,
             "buffer/distinct_per_group": fmean(distinct),
@@ -145,12 +147,6 @@ class Tracker:
         self._last, self._before = now, deepcopy(stats)
         self._spent.clear()
         return metrics
-
-    def _rate(self, samples: int) -> float:
-        """Return the samples generated per second over the latest steps."""
-        self._arrived.append((self.seconds, samples))
-        (since, before), (until, now) = self._arrived[0], self._arrived[-1]
-        return (now - before) / max(1e-9, until - since)
 
     def scored(self, stats: SearchStats) -> dict[str, float]:
         """Return means of what reward functions returned and logged since the last step.

@@ -10,7 +10,9 @@ from rich.console import Console as Screen
 from rich.live import Live
 from rich.text import Text
 
+from tba.display import duration
 from tba.runs.console import Console
+from tba.runs.folder import ranked_score
 
 if TYPE_CHECKING:
     from tba.search.result import Evaluation
@@ -97,9 +99,8 @@ class Terminal(Console):
 
     def evaluation(self, evaluation: "Evaluation") -> None:
         for name, scores in evaluation.by_set().items():
-            kind = "pass@1" if "sampled_pass@1" in scores else "reward"
-            error = "sampled_stderr" if kind == "pass@1" else "sampled_reward_stderr"
-            score = f"{scores[f'sampled_{kind}']:.3f} ± {scores[error]:.3f}"
+            kind, value, stderr = ranked_score(scores)
+            score = f"{value:.3f} ± {stderr:.3f}"
             if name:
                 self.note(f"{name}: {kind} {score}")
             else:
@@ -126,12 +127,12 @@ class Terminal(Console):
         now = time.monotonic()
         seconds = now - self._doing_since
         if not self._times:
-            return _fitting([f"{self._doing} …" if self._doing else "", _clock(seconds)])
+            return _fitting([f"{self._doing} …" if self._doing else "", duration(seconds)])
         (first, began), (last, ended) = self._times[0], self._times[-1]
         parts = [f"step {last:,}/{self._steps:,}"]
         if last > first:
             each = (ended - began) / (last - first)
-            parts += [f"{each:.2g} s/step", f"ETA {_clock(each * (self._steps - last))}"]
+            parts += [f"{each:.2g} s/step", f"ETA {duration(each * (self._steps - last))}"]
         for name, label, form in (
             ("samples_per_second", "samples/s", _tokens),
             ("off_policy/lag_mean", "lag", _steps),
@@ -141,7 +142,7 @@ class Terminal(Console):
             if isfinite(value):
                 parts.append(f"{label} {form(value)}")
         if self._doing not in ("", "training") and now - max(ended, self._doing_since) > 2:
-            parts = [parts[0], f"{self._doing} …", _clock(seconds)]
+            parts = [parts[0], f"{self._doing} …", duration(seconds)]
         return _fitting(parts)
 
 
@@ -149,10 +150,3 @@ def _fitting(parts: list[str]) -> Text:
     """Return the parts as one line, which the terminal truncates to its width."""
     line = SEPARATOR.join(part for part in parts if part)
     return Text(line, style="bold", no_wrap=True, overflow="ellipsis")
-
-
-def _clock(seconds: float) -> str:
-    """Return a duration as minutes:seconds, or hours:minutes:seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tba.config.tables import RuntimeTable
-from tba.engines import RewardError, SearchError
+from tba.errors import RewardError, SearchError
 from tba.learn import Trainer
 from tba.scoring.verdicts import Reason
 from tba.search.prompts import PromptStream, SearchState

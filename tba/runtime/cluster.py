@@ -33,9 +33,9 @@ from torch import Tensor
 
 from tba.child import MARK, Child, clean_up
 from tba.config.tables import PolicyTable, RuntimeTable
-from tba.engines import EngineError
+from tba.errors import ClusterLostError, EngineError
 from tba.runtime import placement
-from tba.runtime.deadline import Calls, ClusterLostError, processes_of_ray
+from tba.runtime.deadline import Calls, processes_of_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.weights import Probe, Publication, Weights, as_view

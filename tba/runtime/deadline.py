@@ -20,9 +20,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from tba.engines import SearchError
-from tba.learn import TrainerLost
-from tba.types import StepError
+from tba.errors import ClusterLostError, NoAnswerError, SearchError, StepError, TrainerLost
 
 T = TypeVar("T")
 
@@ -31,14 +29,6 @@ EVERY = 0.5
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
-
-
-class NoAnswerError(TimeoutError):
-    """Searchers do not answer. The run saves without them and stops."""
-
-
-class ClusterLostError(NoAnswerError):
-    """Ray has died or does not answer."""
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 
+from tba.errors import NoAnswerError
 from tba.learn import Trainer
 from tba.runtime import RejectionMonitor, SearchJob
-from tba.runtime.deadline import NoAnswerError
 from tba.search.evaluate import evaluate_held_out
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation

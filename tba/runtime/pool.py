@@ -13,9 +13,10 @@ from typing import Any, Literal
 import ray
 
 from tba.config.tables import RuntimeTable
+from tba.errors import NoAnswerError
 from tba.prompt import Prompt
 from tba.runtime.cluster import Slot
-from tba.runtime.deadline import Calls, NoAnswerError
+from tba.runtime.deadline import Calls
 from tba.runtime.placement import PUBLICATIONS, PUBLISHED
 from tba.search.evaluate import EvaluatedPiece, join, pieces_of
 from tba.search.result import Evaluation

@@ -35,12 +35,13 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from torch import distributed
 from torch._C._distributed_c10d import FileStore
 
-from tba.learn import TrainerLost, TrainerSizes, WrongReference
+from tba.errors import NoAnswerError, NotFinite, TrainerLost, WrongReference
+from tba.learn import TrainerSizes
 from tba.learn.trainer import MicroBatchResult, SingleTrainer, TrainerSetup
 from tba.runtime.cluster import Slot, check_seen
-from tba.runtime.deadline import Calls, NoAnswerError
+from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place, take_gpu
-from tba.types import Batch, NotFinite
+from tba.types import Batch
 from tba.weights import Publication, Transport
 
 Errors = tuple[type[Exception], ...]

@@ -36,13 +36,13 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskError
 
-from tba.engines import EngineError, SearchError
+from tba.errors import EngineError, NoAnswerError, NotFinite, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
 from tba.runtime import RejectionMonitor, SearchJob
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
-from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.runtime.deadline import search_errors
 from tba.runtime.memory import receive_mapped
 from tba.runtime.pool import (
     CONTROL,
@@ -57,7 +57,7 @@ from tba.runtime.pool import (
 )
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, SearchResult, SearchStats
-from tba.types import Group, NotFinite
+from tba.types import Group
 from tba.weights import Publication, Weights, resend
 
 log = logging.getLogger(__name__)

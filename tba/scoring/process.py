@@ -28,7 +28,8 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from tba.child import STARTED, Child
-from tba.config.errors import is_secret, masked
+from tba.config.mistakes import masked
+from tba.config.secrets import is_secret
 from tba.scoring.verdicts import Reason, Rejected, Verdict, parse_score
 from tba.tasks import Itemized, Program
 

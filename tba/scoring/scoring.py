@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from tba.child import Child
-from tba.engines import EngineError, RewardError
+from tba.errors import EngineError, RewardError
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import EventLoop, NoReply, Process
 from tba.scoring.verdicts import (

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba.config.errors import masked
+from tba.config.mistakes import masked
 from tba.prompt import Answer
 from tba.tasks import Itemized, WrongLength, listed, number
 

@@ -11,10 +11,10 @@ import torch
 
 from tba.agents.endpoint import Agents
 from tba.agents.environment import Dialogues
-from tba.config import tables
 from tba.config.plugins import resolve
 from tba.config.schema import Config
-from tba.engines import Engine, SearchError, logp_gap_limit
+from tba.engines import Engine, logp_gap_limit
+from tba.errors import SearchError
 from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
@@ -22,6 +22,7 @@ from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
+from tba.search.prompts import EvaluationSet
 from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
@@ -42,14 +43,6 @@ MOST_OF_TASK = 0.9
 
 The greedy and the sampled sessions of a piece of an evaluation have half of it each.
 """
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Prompts to evaluate in addition to the held-out ones, and the task that scores them."""
-
-    task: tables.Use
-    prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tba.config.errors import together
+from tba.config.mistakes import together
 from tba.config.plugins import resolve, resolve_all, resolved
 from tba.config.schema import Config, assign_all, override_all, read_tables
 from tba.config.tables import PLUGGED, PolicyTable, by_key
 from tba.models import model_path
-from tba.runs import folder as log
-from tba.runs.folder import check_usable
+from tba.runs.folder import (
+    SUMMARY,
+    check_unused,
+    check_usable,
+    read_config,
+    read_optional,
+    resumes,
+    run_folder,
+)
 from tba.tasks._memory import InMemoryData, build_task
 
 SHARED = Path("/dev/shm")
@@ -44,7 +51,7 @@ def placed(config: Config) -> Config:
     tables = config.model_dump(exclude_unset=True, by_alias=True)
     for name in tables.keys() & {"policy", "eval", "replay", *PLUGGED}:
         tables[name] = _absolute(name, tables[name])
-    folder = log.folder_of(config).absolute()
+    folder = run_folder(config).absolute()
     tables["run"] = {**tables.get("run", {}), "folder": str(folder), "base": start}
     return Config(**tables)
 
@@ -75,23 +82,35 @@ def check_start(config: Config, resume: Path | None, passed: InMemoryData | None
     """Raise ValueError if a run cannot start, before PyTorch is imported."""
     folder = Path(config.run.folder) if resume is None else resume
     if resume is not None:
-        log.read_config(resume)
+        read_config(resume)
     check_usable(folder)
     if resume is None:
-        log.check_unused(folder)
+        check_unused(folder)
     if config.runtime.use == "ray" and config.runtime.address is None:
-        _check_folders_of_ray()
+        name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+        temporary = Path(os.environ.get(name) or "/tmp").absolute()
+        advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
+        excess = len(os.fsencode(f"{temporary}{SOCKET}{os.getpid()}")) - LONGEST
+        if excess > 0:
+            raise ValueError(
+                f"{name} = {str(temporary)!r} is {excess} bytes too long for sockets of Ray;"
+                f" {advice}"
+            )
+        _check_writable(temporary, f"{name} = {str(temporary)!r}", advice)
+        if SHARED.exists():  # otherwise Ray uses its folder
+            advice = "mount a tmpfs there, or set runtime.use=local"
+            _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
     check_config(config, passed, folder)
 
 
 def tell_finished(run: Path, config: Config) -> bool:
     """Return whether the run to resume has already done all of its steps; if so, print a line."""
-    summary = log.read_optional(run / log.SUMMARY) or {}
-    before = log.read_config(run).run
+    summary = read_optional(run / SUMMARY) or {}
+    before = read_config(run).run
     is_longer = (config.run.steps, config.run.epochs) != (before.steps, before.epochs)
     if is_longer or not summary.get("finished") or summary.get("ended"):
         return False
-    more = log.resumes(run, f"run.steps={2 * summary['steps']}")
+    more = resumes(run, f"run.steps={2 * summary['steps']}")
     print(f"{run} has finished all of its {summary['steps']} steps; for more, type `{more}`")
     return True
 
@@ -129,7 +148,7 @@ def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
     check_usable(out, key="FOLDER")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose a new folder")
-    policy = log.read_config(run).policy
+    policy = read_config(run).policy
     if policy.lora is None and adapter:
         raise ValueError(f"{run} was trained without policy.lora; leave out --adapter")
     return policy
@@ -137,26 +156,10 @@ def check_export(run: Path, out: Path, adapter: bool) -> PolicyTable:
 
 def check_new_file(run: Path, out: Path) -> None:
     """Raise ValueError unless `run` is a run folder, and `out` can be created as a new file."""
-    log.read_config(run)
+    read_config(run)
     check_usable(out.parent, key="the folder of the file")
     if out.exists():
         raise ValueError(f"{out} exists; choose a new file, such as responses.jsonl")
-
-
-def _check_folders_of_ray() -> None:
-    """Raise ValueError if Ray cannot create its folder, sockets or shared memory."""
-    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    folder = Path(os.environ.get(name) or "/tmp").absolute()
-    advice = "set RAY_TMPDIR=/tmp in the environment, or runtime.use=local"
-    excess = len(os.fsencode(f"{folder}{SOCKET}{os.getpid()}")) - LONGEST
-    if excess > 0:
-        raise ValueError(
-            f"{name} = {str(folder)!r} is {excess} bytes too long for sockets of Ray; {advice}"
-        )
-    _check_writable(folder, f"{name} = {str(folder)!r}", advice)
-    if SHARED.exists():  # otherwise Ray uses its folder
-        advice = "mount a tmpfs there, or set runtime.use=local"
-        _check_writable(SHARED, f"shared memory for Ray, {SHARED},", advice)
 
 
 def _check_writable(folder: Path, named: str, advice: str) -> None:
@@ -196,7 +199,7 @@ def stored_config(
     loaded from a run, replaces the stored config. Paths of the run folder, and of rows passed from
     Python in it, are updated to where the run is now.
     """
-    stored = log.read_config(run)
+    stored = read_config(run)
     tables = stored.nested()
     if stored.eval.patience is None and not stored.checkpoint.keep_best:
         del tables["checkpoint"]["keep_best"]  # its default depends on eval.patience

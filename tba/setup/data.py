@@ -9,13 +9,13 @@ import numpy as np
 
 from tba.agents.chat import check_stop, encoder, identity
 from tba.agents.environment import check_tools
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import unread
 from tba.prompt import Prompt
-from tba.search.searcher import EvaluationSet
+from tba.search.prompts import EvaluationSet
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_task, named_task
 from tba.tasks._rendering import Rendering
@@ -63,9 +63,11 @@ def read_prompts(
     """
     encode = encoder(text, task)
     seen: set[bytes] = set()
-    kept_back = kept("held-out", task, task.held_out() if config.eval.prompts else [], encode, seen)
+    kept_back = usable_prompts(
+        "held-out", task, task.held_out() if config.eval.prompts else [], encode, seen
+    )
     held_out = kept_back[: config.eval.prompts]
-    prompts = kept("training", task, task.prompts(), encode, seen)
+    prompts = usable_prompts("training", task, task.prompts(), encode, seen)
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     used = [*prompts, *held_out]
@@ -80,24 +82,20 @@ def read_prompts(
     if not task.samples_again:
         apart = {identity(task, prompt, ids) for prompt, ids in evaluated}
         apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
-        encoded = _without_held_out(task, encoded, apart)
+        left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in apart]
+        lost = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts"
+        if not left:
+            raise ValueError(
+                f"{lost} are also held out; name another file for one of the two, or set"
+                " eval.prompts=0"
+            )
+        if len(left) < len(encoded):
+            log.warning("%s are also held out, and not trained on", lost)
+        encoded = left
     return [p for p, _ in encoded], held_out, len(kept_back), encoded + evaluated
 
 
-def _without_held_out(
-    task: Task, encoded: Sequence[Encoded], held_out: Set[bytes]
-) -> list[Encoded]:
-    """Return the training prompts that are not also held out; ValueError if none remain."""
-    left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in held_out]
-    told = f"{len(encoded) - len(left):,} of {len(encoded):,} training prompts are also held out"
-    if not left:
-        raise ValueError(f"{told}; name another file for one of the two, or set eval.prompts=0")
-    if len(left) < len(encoded):
-        log.warning("%s, and not trained on", told)
-    return left
-
-
-def kept(
+def usable_prompts(
     what: str, task: Task, prompts: Sequence[Prompt], encode: Encode, seen: set[bytes]
 ) -> list[Prompt]:
     """Drop prompts that are too long or already `seen`, as configured by the task.
@@ -148,7 +146,7 @@ def evaluation_sets(
         own = named_task(key, use, options, functions)
         with about(f"[{key}]"):  # error messages name keys of `task.`
             own.check()
-            prompts = kept(name, own, own.held_out(), encoder(text, own), set())
+            prompts = usable_prompts(name, own, own.held_out(), encoder(text, own), set())
         is_cut = own.program is not None
         tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, own), is_cut)
         encoded += zip(prompts, tokens, strict=True)

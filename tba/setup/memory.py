@@ -16,9 +16,9 @@ import numpy as np
 import psutil
 import torch
 
-from tba.config.errors import size
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
+from tba.display import size
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS
@@ -152,7 +152,7 @@ def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessMemory:
     """A process of a run, and its memory in bytes by content."""
 
     name: str
@@ -201,7 +201,7 @@ class MemoryEstimate:
         return min(r.searchers.max, max(r.searchers.min, room))
 
     @cached_property
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[ProcessMemory]:
         """All processes, placed on GPUs as Ray does; without GPUs, all on the host."""
         c = self.config
         each = self.each if self.machine.gpus else 1
@@ -217,12 +217,12 @@ class MemoryEstimate:
             asleep = {"graphs": VLLM["graphs"]} if self.machine.gpus else {}
             in_turns = (training, asleep), (between, engine)
             training, engine = max(in_turns, key=lambda one: sum(map(_total, one)))
-        found = [Process(name, cards[rank % len(cards)], training) for rank in range(ranks)]
+        found = [ProcessMemory(name, cards[rank % len(cards)], training) for rank in range(ranks)]
         for place in range(self.searchers * each):
             beside = self._beside() if place % each == 0 else {}
             parts = context | engine | beside
-            found.append(Process("searcher", free[place % len(free)], parts))
-        return [*found, Process("all processes", None, self._host())]
+            found.append(ProcessMemory("searcher", free[place % len(free)], parts))
+        return [*found, ProcessMemory("all processes", None, self._host())]
 
     def state(self) -> dict[str, float]:
         """Return the exact memory of a rank between two steps."""
@@ -252,24 +252,17 @@ class MemoryEstimate:
         changing = {"a weight as it changes": 18 * z.largest / self.config.trainer.devices}
         if self.width == 4 or _total(changing) < _total(passing):
             changing = passing
-        return self._trainer() | changing
-
-    def _trainer(self) -> dict[str, float]:
-        """Return the memory that a rank holds throughout a step."""
-        c = self.config
-        t = c.trainer
-        z = self.sizes
-        parts = self.state()
-        parts["sums of gradients"] = z.trained / t.devices if self.width == 2 else 0
-        if t.devices == 1:
-            copied = c.runtime.use == "ray"
+        devices = self.config.trainer.devices
+        parts = self.state()  # held throughout the step, like the rest of `parts`
+        parts["sums of gradients"] = z.trained / devices if self.width == 2 else 0
+        if devices == 1:
+            copied = self.config.runtime.use == "ray"
             parts["copy for publishing"] = self.trainer_sizes.published_bytes if copied else 0
             parts["matrices in bf16"] = 2 * z.trained if self.bf16 and self.width == 4 else 0
-            return parts
-        wide = 2 if self.bf16 else 4
-        layers = min(2, z.layers)
-        parts["gathered layers"] = wide * (z.root + layers * z.layer)
-        return parts
+        else:
+            layers = min(2, z.layers)
+            parts["gathered layers"] = (2 if self.bf16 else 4) * (z.root + layers * z.layer)
+        return parts | changing
 
     def _activations(self) -> float:
         """Return the bytes that the largest pass of a step keeps, at maximum response length."""
@@ -327,6 +320,8 @@ class MemoryEstimate:
 
     def _beside(self) -> dict[str, float]:
         """Return the memory of a searcher in addition to its engine: the reference, and judges."""
+        from transformers import AutoModel
+
         c = self.config
         z = self.sizes
         parts: dict[str, float] = {}
@@ -337,7 +332,11 @@ class MemoryEstimate:
             tokens = c.trainer.token_budget
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
-        others = sum(map(_numbers, _models_of(c.task.model_dump())))
+        others = 0  # parameters of models without a head
+        for model in _models_of(c.task.model_dump()):
+            with torch.device("meta"):
+                empty = AutoModel.from_config(load_config(PolicyTable(model=model)))
+            others += sum(p.numel() for p in empty.parameters())
         parts["models of the task"] = (2 if self.bf16 else 4) * others
         return parts
 
@@ -426,12 +425,3 @@ def _models_of(table: Any) -> set[str]:
         return set()
     named = {table.get(key) for key in MODELS.get(str(table.get("use")), ())}
     return {name for name in named if name}.union(*map(_models_of, table.values()))
-
-
-def _numbers(model: str) -> int:
-    """Return the number of parameters of a model without a head."""
-    from transformers import AutoModel
-
-    with torch.device("meta"):
-        empty = AutoModel.from_config(load_config(PolicyTable(model=model)))
-    return sum(p.numel() for p in empty.parameters())

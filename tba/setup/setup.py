@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tba.agents.chat import endings
 from tba.agents.environment import check_tools
-from tba.config.errors import refuse, together
+from tba.config.mistakes import refuse, together
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
 from tba.config.rules import broken, rules_of_rows
 from tba.config.schema import Config

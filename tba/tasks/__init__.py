@@ -12,7 +12,7 @@ from math import frexp, isfinite
 from threading import Thread
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.prompt import Answer, Prompt
 
 Scores = Sequence[float | None]

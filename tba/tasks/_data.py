@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 
 Rows = list[dict[str, Any]]
 

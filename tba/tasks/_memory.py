@@ -11,9 +11,10 @@ from typing import Any
 
 import cloudpickle
 
-from tba.config.errors import about, read_secrets
+from tba.config.mistakes import about
 from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
+from tba.config.secrets import read_secrets
 from tba.config.tables import TaskTable
 from tba.tasks import Task
 from tba.tasks._data import Rows, check_names, checked, from_arrow

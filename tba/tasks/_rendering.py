@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tba.config.errors import about
+from tba.config.mistakes import about
 from tba.config.tables import Count, Positive
 from tba.models.template import ARGUMENTS, decoded
 from tba.prompt import Answer, Message, Prompt

@@ -19,9 +19,10 @@ from traceback import extract_tb
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tba.config.errors import masked, read_secrets
+from tba.config.mistakes import masked
 from tba.config.plugins import JUDGES, check_options, resolve
-from tba.config.tables import FILLED_IN, Count, Finite, Positive, Use
+from tba.config.secrets import read_secrets
+from tba.config.tables import FILLED_IN, Count, Finite, PluginTable, Positive
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number
 from tba.tasks._data import Rows, is_local, require, rows, split_of
@@ -89,7 +90,7 @@ class Custom(Rendering, Task):
 
     data: str
     """File (.jsonl, .json, .parquet, .csv), folder of such files, or hub name."""
-    reward: str | Use | list[str | Use] | None = None
+    reward: str | PluginTable | list[str | PluginTable] | None = None
     """Reward function, or table of a judge or a factory, or a list of these. It is required, unless
     functions are passed from Python."""
     reward_weights: list[float] | None = None
@@ -193,7 +194,7 @@ class Custom(Rendering, Task):
     def dependencies(self) -> list[tuple[str, RewardFunction]]:
         if self.passed is not None:
             return [("reward=", function) for function in self.passed]
-        named: dict[str, str | Use] = {}
+        named: dict[str, str | PluginTable] = {}
         if isinstance(self.reward, list):
             named = {f"task.reward.{i}": each for i, each in enumerate(self.reward)}
         elif self.reward is not None:
@@ -306,7 +307,7 @@ def metric_names(functions: Sequence[Any]) -> list[str]:
     return [f"{n}_{e + 1}" if e else n for n, e in zip(names, earlier, strict=True)]
 
 
-def reward_function(key: str, named: str | Use) -> RewardFunction:
+def reward_function(key: str, named: str | PluginTable) -> RewardFunction:
     """Return the function that `key` names. Raises ValueError, beginning with the key, if invalid.
 
     Text names the function itself. A table names a judge of this package, another class

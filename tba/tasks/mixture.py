@@ -7,14 +7,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tba.config.errors import about
-from tba.config.tables import Finite, Use
+from tba.config.mistakes import about
+from tba.config.tables import Finite, PluginTable
 from tba.prompt import Answer, Prompt
 from tba.tasks import Scores, Task
 from tba.tasks._memory import named_task
 
 
-class PartTable(Use):
+class PartTable(PluginTable):
     """Table of a part: the task with its options, and its weight."""
 
     weight: Finite = 1.0

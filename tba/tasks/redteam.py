@@ -15,7 +15,15 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from tba.config.tables import Count, Finite, Fraction, PolicyTable, Positive, PositiveShare, Use
+from tba.config.tables import (
+    Count,
+    Finite,
+    Fraction,
+    PluginTable,
+    PolicyTable,
+    Positive,
+    PositiveShare,
+)
 from tba.models.pretrained import Tokenizer, load_text
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Scorer, Scores, Task, WrongLength, call
@@ -47,7 +55,7 @@ class RedTeam(Task):
 
     victim: str
     """Folder or Hugging Face name of a causal LM, loaded by each searcher."""
-    judge: str | Use
+    judge: str | PluginTable
     """Reward function that scores the victim's answers, like `task.reward` of `custom`."""
     prompt: str = "Write a list of instructions:\n1."
     """Prompt of the attacker."""

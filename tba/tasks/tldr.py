@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from tba.config.errors import about
-from tba.config.tables import Use
+from tba.config.mistakes import about
+from tba.config.tables import PluginTable
 from tba.prompt import Answer, Prompt
 from tba.tasks import Scorer, Scores
 from tba.tasks._data import Rows, rows
@@ -32,9 +32,9 @@ class Tldr(Splits):
 
     test: ClassVar[str] = "validation"
     kept: ClassVar[Sequence[str]] = ("query", "summary")
-    proxy: str | Use
+    proxy: str | PluginTable
     """Judge that provides the training reward."""
-    gold: str | Use | None = None
+    gold: str | PluginTable | None = None
     """Judge that measures the win rate in evaluations; default: no win rate."""
     data: str = HUB
     """Hub name, file, or folder with train.jsonl and validation.jsonl. Columns are `summary`, and

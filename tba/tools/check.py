@@ -13,8 +13,9 @@ import numpy as np
 
 from tba.agents.chat import encoder
 from tba.agents.environment import open_all
-from tba.config.errors import FEW, size
+from tba.config.mistakes import FEW
 from tba.config.schema import Config
+from tba.display import size
 from tba.learn.trainer import SingleTrainer
 from tba.models.decoding import decode
 from tba.models.pretrained import computes_in_bf16
@@ -73,7 +74,10 @@ def dry_run(
         rewards = _scored(setup, search if planned is None else replace(search, sets={}), firsts)
     lines = []
     for (name, _), first, of_part in zip(by_part.items(), firsts, rewards, strict=True):
-        lines += [*_shown(setup, name, first), *of_part]
+        tokens = encoder(setup.text, setup.task.part(first)[1])(first)
+        where = f" of {name}" if name else ""
+        shown = decode(setup.text.tokenizer, tokens.tolist())  # with special tokens
+        lines += [f"first prompt{where}, {len(tokens)} tokens:", shown, *of_part]
     if plain := [name for name, prompts in by_part.items() if _could_chat(setup, prompts[0])]:
         keys = [f"task.parts.{name}.chat=on" if name else "task.chat=on" for name in plain]
         what = "prompts are plain text, but there is a chat template"
@@ -118,15 +122,6 @@ def _value(value: Any) -> str:
 def _key(key: str) -> str:
     """Return a key as TOML, quoted if necessary."""
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
-
-
-def _shown(setup: RunSetup, part: str, prompt: Prompt) -> list[str]:
-    """Return a prompt as the policy sees it, including special tokens."""
-    _, task = setup.task.part(prompt)
-    tokens = encoder(setup.text, task)(prompt)
-    of_part = f" of {part}" if part else ""
-    shown = decode(setup.text.tokenizer, tokens.tolist())
-    return [f"first prompt{of_part}, {len(tokens)} tokens:", shown]
 
 
 def _held(setup: RunSetup) -> list[str]:
@@ -288,22 +283,17 @@ def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
     length = setup.config.sampling.max_tokens
     tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
     responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
-    seconds = _measured(trainer, prompt, responses, length) * t.batch_size / responses
+    rng = np.random.default_rng(0)
+    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
+    took = 0.0
+    for size_of_row in (2, length):  # the first pass in a process is slow
+        rows = rng.integers(vocabulary, size=(responses, max(2, size_of_row)), dtype=np.int32)
+        batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
+        began = time.perf_counter()
+        trainer.policy.logp(batch).sum().backward()
+        took = time.perf_counter() - began
+    seconds = took * t.batch_size / responses
     return (
         f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
         f" responses have {length} tokens"
     )
-
-
-def _measured(trainer: SingleTrainer, prompt: int, responses: int, length: int) -> float:
-    """Return the duration of a forward and backward pass over random responses, in seconds."""
-    rng = np.random.default_rng(0)
-    seconds = 0.0
-    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
-    for tokens in (2, length):  # the first pass in a process is slow
-        rows = rng.integers(vocabulary, size=(responses, max(2, tokens)), dtype=np.int32)
-        batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
-        began = time.perf_counter()
-        trainer.policy.logp(batch).sum().backward()
-        seconds = time.perf_counter() - began
-    return seconds

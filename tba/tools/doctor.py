@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from tba.config.errors import printable, size
 from tba.config.plugins import find, with_defaults
 from tba.config.schema import Config, assign_all
+from tba.display import printable, size
 from tba.engines import Engine, logp_gap_limit
 from tba.open import open_run
 from tba.runs.checkpoint import checkpoint_size

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config
-from tba.runs import folder as log
+from tba.runs.folder import METRICS, read, read_config
 from tba.runs.summary import Summary
 from tba.runtime.placement import PUBLICATIONS
 from tba.setup.memory import Machine, MemoryEstimate
@@ -69,8 +69,8 @@ def rates_of(
 def _measured(run: Path) -> dict[str, float]:
     """Return the rates of a finished run; `decode` includes time for rewards and the reference."""
     summary = Summary.read(run)
-    before = log.read_config(run)
-    rows = [row for row in log.read(run / log.METRICS) if "step_time" in row]
+    before = read_config(run)
+    rows = [row for row in read(run / METRICS) if "step_time" in row]
     if not rows or summary.samples_generated == 0:
         what = "searched" if rows else "trained"
         raise ValueError(f"{run} has {what} nothing; name another run, or leave out --run")
@@ -169,19 +169,15 @@ def plan(
     busy = max(1, busy)  # without a limit on reuse, one is always enough
     lines.append(f"a step trains for {training:,.3g} s; {what}: {busy}")
     for count in sorted({busy, own.searchers, *FAR}):
-        lines.append(_line(forecast(config, rates, published, count), needs))
+        f = forecast(config, rates, published, count)
+        devices = config.trainer.devices + count * needs.each
+        hours = f", {devices * f.step * config.run.steps / 3600:,.3g} device-hours"
+        if config.run.epochs is not None:  # the steps depend on the data, which are not read
+            hours = ""
+        far = " (extrapolated)" if count in FAR else ""
+        lines.append(
+            f"searchers = {count:,}{far}: {f.step:,.3g} s a step, trainer waits"
+            f" {f.trainer_waits:.0%}, searchers wait {f.searchers_wait:.0%}, lag {f.lag:.1f} steps,"
+            f" up to {f.found:,.3g} groups/s{hours}; limited by {f.bottleneck}"
+        )
     return [*lines, *needs.lines()]
-
-
-def _line(f: Forecast, needs: MemoryEstimate) -> str:
-    c = needs.config
-    devices = c.trainer.devices + f.searchers * needs.each
-    hours = f", {devices * f.step * c.run.steps / 3600:,.3g} device-hours"
-    if c.run.epochs is not None:  # the number of steps depends on the data, which are not read
-        hours = ""
-    far = " (extrapolated)" if f.searchers in FAR else ""
-    return (
-        f"searchers = {f.searchers:,}{far}: {f.step:,.3g} s a step, trainer waits"
-        f" {f.trainer_waits:.0%}, searchers wait {f.searchers_wait:.0%}, lag {f.lag:.1f} steps,"
-        f" up to {f.found:,.3g} groups/s{hours}; limited by {f.bottleneck}"
-    )

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from tba.config.errors import about, masked, printable
+from tba.config.mistakes import about, masked
 from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
 from tba.config.tables import PLUGGED, Positive, Table, by_key
+from tba.display import printable
 from tba.runs.folder import (
     CONFIG,
     METRICS,
@@ -214,18 +215,15 @@ def check_study(study: Study) -> list[Config]:
             with about(_where(study.trials[places[0]])):
                 data = check(configs[places[0]], data=data)
             for place in places:
-                _check_sources(study.path(study.trials[place]), data.sources)
+                run = study.path(study.trials[place])
+                if finished_summary(run) and (names := changed(data.sources, read_sources(run))):
+                    raise ValueError(
+                        f"{run} has finished, and since then these have changed:"
+                        f" {', '.join(names)}; remove that folder to run it again, or undo the"
+                        " change"
+                    )
                 configs[place] = configs[place].within_epochs(len(data.prompts))
     return configs
-
-
-def _check_sources(run: Path, sources: Mapping[str, str]) -> None:
-    """Raise ValueError if a finished run used different data or rewards, or another tokenizer."""
-    if finished(run) and (names := changed(sources, read_sources(run))):
-        raise ValueError(
-            f"{run} has finished, and since then these have changed: {', '.join(names)}; remove"
-            " that folder to run it again, or undo the change"
-        )
 
 
 def _where(trial: Trial) -> str:
@@ -320,7 +318,7 @@ def read_ledger(folder: Path) -> Ledger:
 
 def standing(run: Path) -> tuple[Status, str | None]:
     """Return the status of a run from the files in its folder, and the error if it failed."""
-    if finished(run) is not None:
+    if finished_summary(run) is not None:
         return "finished", None
     failed = read_optional(run / FAILED)
     return ("pending", None) if failed is None else ("failed", printable(failed["error"]))
@@ -331,7 +329,7 @@ def write_failed(run: Path, error: str, traceback: str = "") -> None:
     write_json(run / FAILED, {"error": masked(error), "traceback": masked(traceback)})
 
 
-def finished(run: Path) -> Row | None:
+def finished_summary(run: Path) -> Row | None:
     """Return the summary of a finished run, else None."""
     summary: Row | None = read_optional(run / SUMMARY)
     return summary if summary is not None and summary["finished"] else None
@@ -339,7 +337,7 @@ def finished(run: Path) -> Row | None:
 
 def scores(run: Path) -> dict[str, float]:
     """Return the last scores of a finished run; empty if it has no held-out prompts."""
-    summary = finished(run)
+    summary = finished_summary(run)
     last = {} if summary is None else summary["eval/last"]
     return {name: v for name, v in last.items() if name not in ("step", "stderr", "seconds")}
 
@@ -404,7 +402,7 @@ def _row(run: Path, trial: Trial, metric: str) -> Row:
     at = nan if by_step.empty else int(by_step.idxmax())
     steps = metrics.dropna(subset="samples_trained")
     newest = steps.rename(columns={"step": "steps", "time": "seconds"})[TOTALS].max()
-    totals = finished(run) or newest
+    totals = finished_summary(run) or newest
     tenth = steps.tail(ceil(len(steps) / 10))
     return asdict(trial) | {
         "objective": config and config["objective"]["use"],

@@ -245,7 +245,12 @@ def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> 
 
 def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
     """Execute one run in this process; an error is written to the run's folder."""
-    threading.Thread(target=_stop_with_sweep, daemon=True).start()
+
+    def stop_with_sweep() -> None:  # as a signal does: the run saves
+        wait_for_parent()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_with_sweep, daemon=True).start()
     from tba.open import run
 
     config = Config(**tables)
@@ -257,9 +262,3 @@ def work(tables: Mapping[str, Any], resume: bool, cores: Sequence[int]) -> None:
         line = " ".join(traceback.format_exception_only(error)[-1].split())
         line = line.removeprefix(f"{type(error).__module__}.")
         write_failed(folder, line, traceback.format_exc())
-
-
-def _stop_with_sweep() -> None:
-    """Save and exit when the sweep process is gone."""
-    wait_for_parent()
-    os.kill(os.getpid(), signal.SIGTERM)

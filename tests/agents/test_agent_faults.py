@@ -27,7 +27,7 @@ from tba.agents import endpoint as endpoint_module
 from tba.agents.endpoint import Endpoint
 from tba.cli import _config
 from tba.config.schema import Config
-from tba.engines import EngineError
+from tba.errors import EngineError
 from tba.run import Run
 from tba.search.result import SearchResult
 from tba.setup.setup import check

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tba
-from tba.cli import _config, evaluate, export, train
+from tba.cli import _config, evaluate, export_command, train_command
 from tba.config.schema import load
 from tba.open import run
 from tba.runs.folder import CONFIG, SUMMARY, flat
@@ -93,9 +93,9 @@ def test_commands_on_a_run_work_from_another_folder(started, capsys):
     Path("other.jsonl").write_text('{"prompt": "7+7="}\n{"prompt": "8+8="}\n{"prompt": "9+1="}\n')
     evaluate(relative, ["task.held_out_data=other.jsonl", "task.held_out_size=3"])
     assert json.loads(capsys.readouterr().out)["prompts"] == 3
-    export(relative, Path("out"))
+    export_command(relative, Path("out"))
     assert Path("out", "config.json").is_file()
-    train(["run.steps=2"], dry_run=True, resume=relative)
+    train_command(["run.steps=2"], dry_run=True, resume=relative)
     assert "\nlength: 2 steps " in capsys.readouterr().out
 
 
@@ -129,7 +129,7 @@ def test_a_file_that_a_moved_run_misses_is_named(home, started):
 def test_a_dry_run_refuses_to_resume_what_is_further(started):
     run(_config(["run.steps=2"], started), started)
     with pytest.raises(ValueError, match=r"run\.steps = 1, but the run is at step 2"):
-        train(["run.steps=1"], dry_run=True, resume=started)
+        train_command(["run.steps=1"], dry_run=True, resume=started)
 
 
 def test_texts_that_are_no_paths_stay_as_they_are(home, monkeypatch):

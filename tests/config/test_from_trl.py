@@ -8,8 +8,9 @@ from statistics import fmean
 import pytest
 from build import ROOT, environment, python_with_trl
 
+from tba.config.hints import NEAREST, NONE, PLACES, counterpart, inner_table
 from tba.config.plugins import find, names, options_of, resolve_all
-from tba.config.schema import NEAREST, NONE, PLACES, Config, counterpart, inner_table, load
+from tba.config.schema import Config, load
 from tba.config.tables import PLUGGED, LoraTable
 from tba.runs.folder import METRICS, read
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 import tba
-import tba.config.errors
+import tba.config.schema
 from tba.cli import main
 from tba.config.schema import Config
-from tba.engines import RewardError
+from tba.errors import RewardError
 from tba.setup import checks
 
 OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
@@ -226,7 +226,7 @@ def test_python_without_docstrings_is_named(command, folder, capsys, monkeypatch
     """On the command line, and from Python."""
     monkeypatch.chdir(folder)
     flags = SimpleNamespace(optimize=2)
-    monkeypatch.setattr(tba.config.errors, "sys", SimpleNamespace(flags=flags))
+    monkeypatch.setattr(tba.config.schema, "sys", SimpleNamespace(flags=flags))
     said = "Python leaves out docstrings (PYTHONOPTIMIZE=2, or -OO)"
     err = told(command, capsys, monkeypatch)
     assert err.startswith(f"error: {said}") and len(err.splitlines()) == 1

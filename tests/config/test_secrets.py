@@ -10,10 +10,10 @@ import pytest
 from build import config
 from toy import Ones
 
-from tba.config.errors import is_secret
 from tba.config.plugins import options_of, resolve, with_defaults
 from tba.config.schema import Config, load
-from tba.config.tables import Use
+from tba.config.secrets import is_secret
+from tba.config.tables import PluginTable
 from tba.offline.eval import export
 from tba.open import run
 from tba.scoring.process import environment
@@ -171,9 +171,11 @@ def test_a_variable_that_is_not_set_is_told_before_the_start(table, tiny_model, 
 
 def test_an_error_of_a_factory_or_a_reward_does_not_repeat_it(factory):
     with pytest.raises(ValueError, match="no such token") as caught:
-        reward_function("task.reward", Use(use=f"{factory}:loud", token="env:CANARY"))
+        reward_function("task.reward", PluginTable(use=f"{factory}:loud", token="env:CANARY"))
     assert CANARY not in str(caught.value)
-    function = reward_function("task.reward", Use(use=f"{factory}:raises", token="env:CANARY"))
+    function = reward_function(
+        "task.reward", PluginTable(use=f"{factory}:raises", token="env:CANARY")
+    )
     with pytest.raises(ValueError, match="no such token") as raised:
         function(["text"])
     assert CANARY not in rejection(raised.value).detail

@@ -8,8 +8,8 @@ import pytest
 import suite
 from build import Steps, requests
 
-from tba.engines import EngineError
 from tba.engines._batch import Batch
+from tba.errors import EngineError
 
 until = partial(suite.until, seconds=30, every=0.001)
 

@@ -17,13 +17,14 @@ from tba.config.schema import load
 from tba.engines._choice import choose
 from tba.engines.transformers import Transformers
 from tba.engines.vllm import check_sampling
+from tba.errors import NotFinite
 from tba.open import run
 from tba.runtime import TRUNCATED_AT_MOST, WINDOW, RejectionMonitor
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import SearchStats
 from tba.search.searcher import Searcher
 from tba.setup.setup import check
-from tba.types import NotFinite, Sampling, Trajectory, Turn
+from tba.types import Sampling, Trajectory, Turn
 
 LOGITS = torch.tensor([[1.0, -0.5, 0.0, 2.0, 1.5], [0.5, 0.4, -1.0, -torch.inf, 0.3]])
 CASES: dict[str, dict[str, Any]] = {

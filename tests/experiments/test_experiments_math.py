@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tba
-from tba.cli import train
+from tba.cli import train_command
 from tba.config.schema import load
 from tba.setup.setup import check
 
@@ -95,7 +95,7 @@ def settings_of(name: str, fakes: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", [*PAPER, *SMALL])
 def test_a_dry_run_accepts_it(name, fakes, capsys):
     """And what it would run has the paper's settings, defaults included."""
-    train([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, fakes)], dry_run=True)
+    train_command([str(EXPERIMENTS / f"{name}.toml"), *settings_of(name, fakes)], dry_run=True)
     out = capsys.readouterr().out
     assert "config OK (dry run): 24 training prompts, evaluating 16 of 16 held-out prompts" in out
     checked = check(load(EXPERIMENTS / f"{name}.toml", settings_of(name, fakes))).config.nested()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tba
-from tba.cli import train
+from tba.cli import train_command
 from tba.config.schema import load
 from tba.setup.setup import check
 
@@ -24,7 +24,7 @@ NEEDS = {
 def test_a_dry_run_goes_through(name, letters_model, monkeypatch, capsys):
     pytest.importorskip(NEEDS[name], reason="an extra: see pyproject.toml")
     monkeypatch.chdir(ROOT)
-    train([f"experiments/{name}.toml", f"policy.model={letters_model}"], dry_run=True)
+    train_command([f"experiments/{name}.toml", f"policy.model={letters_model}"], dry_run=True)
     out = capsys.readouterr().out
     counts = r"[\d,]+ training prompts, evaluating (\d+) of \1 held-out"
     assert re.search(rf"^config OK \(dry run\): {counts}", out, re.M)

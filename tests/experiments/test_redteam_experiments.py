@@ -12,7 +12,7 @@ import pytest
 from conftest import module_at
 
 import tba
-from tba.cli import train
+from tba.cli import train_command
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
@@ -129,7 +129,7 @@ def replaced(name: str, fakes: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_dry_run_goes_through(name, fakes, capsys):
-    train([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
+    train_command([str(FILES[name]), *replaced(name, fakes)], dry_run=True)
     assert (
         "config OK (dry run): 1 training prompts, evaluating 8 of 8 held-out prompts"
         in capsys.readouterr().out

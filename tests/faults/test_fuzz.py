@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 )
 from suite import RECORDS, cases
 
+from tba.config.hints import inner_table
 from tba.config.plugins import names, resolve_all, with_defaults
-from tba.config.schema import DEFAULT, Config, inner_table, load
+from tba.config.schema import DEFAULT, Config, load
 from tba.config.tables import PLUGGED
 from tba.replay.buffer import ReplayBuffer
 from tba.selections.cyclic import Cyclic

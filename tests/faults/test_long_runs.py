@@ -15,9 +15,9 @@ from fakes import count
 from suite import carry_out, cases, forked
 
 from tba.cli import _config
-from tba.engines import EngineError, SearchError
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
+from tba.errors import EngineError, SearchError
 from tba.open import open_run, run
 from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import damage, generations

@@ -18,7 +18,7 @@ from torch import Tensor
 from tba.cli import _config
 from tba.config.plugins import Plugin
 from tba.config.tables import PolicyTable
-from tba.engines import SearchError
+from tba.errors import NotFinite, SearchError
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.objectives import Loss
@@ -28,7 +28,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.folder import CHECKPOINTS
 from tba.runs.generations import damage, generations
 from tba.setup.setup import check
-from tba.types import Batch, NotFinite
+from tba.types import Batch
 from tba.weights import Weights
 
 WRONG = (float("nan"), float("inf"), -float("inf"))

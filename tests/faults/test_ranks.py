@@ -13,7 +13,7 @@ from suite import cases, command_of
 
 import tba
 from tba.config.schema import Config
-from tba.learn import TrainerLost
+from tba.errors import TrainerLost
 from tba.open import run
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import newest

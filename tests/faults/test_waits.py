@@ -16,13 +16,13 @@ from build import save_checkpoint as save
 from fakes import Given
 from suite import cases
 
-from tba.engines import EngineError
 from tba.engines._batch import Batch
+from tba.errors import ClusterLostError, EngineError
 from tba.open import open_run
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.folder import locked
 from tba.runtime import SearchJob
-from tba.runtime.deadline import Calls, ClusterLostError, bind_ray
+from tba.runtime.deadline import Calls, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.ray import Publisher

@@ -10,7 +10,7 @@ from build import config, newest_files, replayed
 from exact import log_probs
 
 from tba.cli import _config
-from tba.engines import SearchError
+from tba.errors import SearchError
 from tba.learn import Trainer
 from tba.open import open_run, run
 from tba.runs.folder import METRICS, read

@@ -17,13 +17,14 @@ import tba.learn.policy
 import tba.setup.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
-from tba.learn import WrongReference, plan
+from tba.errors import StepError, WrongReference
+from tba.learn import plan
 from tba.learn.checks import check_lengths
 from tba.learn.trainer import _group_metrics
 from tba.models.forward import attention_mask, select
 from tba.objectives import Objective
 from tba.setup.setup import check
-from tba.types import Batch, StepError, TokenBatch, collate, collate_tokens
+from tba.types import Batch, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights
 
 

@@ -15,7 +15,7 @@ from tba.config.schema import load
 from tba.offline.eval import evaluate_model, evaluate_run, export
 from tba.offline.rollouts import write_rollouts
 from tba.open import run
-from tba.runs.checkpoint import best_step, choose, score_of, without_better
+from tba.runs.checkpoint import best_step, choose_checkpoint, score_of, without_better
 from tba.runs.folder import METRICS, read
 from tba.runs.generations import generations, path_of, step_of
 from tba.runtime.local import LocalSearchers
@@ -70,7 +70,8 @@ def test_rounding_makes_no_score_better():
 
 def test_a_step_is_chosen_for_evaluation_and_export(ended, tmp_path):
     folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
-    assert [step_of(choose(folder, step)) for step in (None, "best", "6", 2)] == [8, 4, 6, 2]
+    steps = [step_of(choose_checkpoint(folder, step)) for step in (None, "best", "6", 2)]
+    assert steps == [8, 4, 6, 2]
     scores = evaluate_run(folder, [], reference=False, step="best")
     assert scores["model"].endswith("step-00000004/model")
     (row,) = (r for r in read(ended / METRICS) if r["step"] == 4 and "eval/sampled_reward" in r)
@@ -93,22 +94,22 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_refused(ended, tmp_path):
     folder = rescored(ended, tmp_path / "run", {0: 1.0, 2: 0.1, 4: 0.8, 6: 0.3, 8: 0.2})
     steps = f"{folder} has checkpoints of steps 2, 4, 6, 8"
     with pytest.raises(ValueError, match=f"--step 3: no such checkpoint; .*; {steps}"):
-        choose(folder, 3)
+        choose_checkpoint(folder, 3)
     none = "no such checkpoint; give the number of a step"
     with pytest.raises(ValueError, match=f"--step last: {none}, or best"):
-        choose(folder, "last")
+        choose_checkpoint(folder, "last")
     with pytest.raises(ValueError, match=r"--reference evaluates .* leave out --step"):
         evaluate_run(folder, [], reference=True, step="best")
     model = path_of(folder / "checkpoints", 6) / "model" / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"--step 6: .* is damaged: model/model.safetensors"):
-        choose(folder, "6")
+        choose_checkpoint(folder, "6")
     shutil.rmtree(path_of(folder / "checkpoints", 4))
     with pytest.raises(ValueError, match=r"--step best: no such checkpoint; .*keep_best=true"):
-        choose(folder, "best")
+        choose_checkpoint(folder, "best")
     (folder / METRICS).write_text("")
     with pytest.raises(ValueError, match=f"--step best: {none}"):
-        choose(folder, "best")
+        choose_checkpoint(folder, "best")
 
 
 def test_the_best_checkpoint_is_kept(tiny_model, tmp_path, monkeypatch):
@@ -128,7 +129,7 @@ def test_the_best_checkpoint_is_kept(tiny_model, tmp_path, monkeypatch):
         run(config(tiny_model, folder, *settings, "run.steps=4"))
         run(config(tiny_model, folder, *settings), folder)
         assert set(kept(folder)) == expected
-    assert step_of(choose(tmp_path / "true", "best")) == best
+    assert step_of(choose_checkpoint(tmp_path / "true", "best")) == best
 
 
 def test_a_checkpoint_is_kept_until_its_evaluation_has_ended(tiny_model, tmp_path, monkeypatch):
@@ -142,7 +143,7 @@ def test_a_checkpoint_is_kept_until_its_evaluation_has_ended(tiny_model, tmp_pat
     folder = tmp_path / "run"
     run(config(tiny_model, folder, *EVERY_TWO, "checkpoint.keep_best=true"))
     assert kept(folder) == [2, 4, 6, 8]
-    assert choose(folder, "best") in generations(folder / "checkpoints")
+    assert choose_checkpoint(folder, "best") in generations(folder / "checkpoints")
 
 
 REFUSED = {

@@ -13,10 +13,10 @@ from build import Slow, config
 from build import file_names as names
 from build import save_checkpoint as save
 
+from tba.errors import NoAnswerError
 from tba.open import run
 from tba.runs.checkpoint import Checkpoints, damage, generations
 from tba.runs.folder import METRICS, read
-from tba.runtime.deadline import NoAnswerError
 from tba.runtime.local import LocalSearchers
 
 

@@ -88,7 +88,7 @@ def test_a_damaged_config_is_named(folder):
 def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path):
     scores = '"eval/sampled_reward": 1.0'
     rows = ['{"step": 1, "eval/sampled_stderr": 0.5}', f'{{"step": 2, {scores}}}']
-    rows.append(f'{{"step": 3, {scores}, "eval/sampled_stderr": 0.5}}')
+    rows.append(f'{{"step": 3, {scores}, "eval/sampled_reward_stderr": 0.5}}')
     (tmp_path / METRICS).write_text("".join(f"{row}\n" for row in rows))
     assert [row["step"] for row in read_evaluations(tmp_path)] == [3]
 

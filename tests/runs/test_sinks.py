@@ -14,7 +14,7 @@ import pytest
 from tba.config.schema import Config, load
 from tba.runs.folder import SAMPLES, SUMMARY, read, rewind
 from tba.runs.journal import Journal
-from tba.runs.metrics import PANELS, shown
+from tba.runs.metrics import PANELS, panel_values
 from tba.setup.setup import check
 from tba.tools.report.runs import OTHERS, Charts
 
@@ -51,7 +51,7 @@ def test_there_are_twelve_panels_of_metrics_that_have_one_place():
     metrics = [metric.name for panel in PANELS for metric in panel.metrics]
     labels = [metric.label for panel in PANELS for metric in panel.metrics]
     assert len(set(metrics)) == len(metrics) and len(set(labels)) == len(labels)
-    labels = [(name, label) for name, label, _ in shown(METRICS)]
+    labels = [(name, label) for name, label, _ in panel_values(METRICS)]
     assert labels == [("reward", "reward"), ("rewards/format/mean", "format"), ("kl", "kl")]
 
 

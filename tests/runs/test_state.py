@@ -9,9 +9,10 @@ import pytest
 from build import config
 
 from tba.cli import main
+from tba.display import duration
 from tba.open import run
 from tba.runs.folder import METRICS, SUMMARY, locked
-from tba.runs.state import duration, state_of, table_of
+from tba.runs.state import state_of, table_of
 
 
 @pytest.fixture(scope="module")
@@ -62,5 +63,5 @@ def test_the_table_has_all_runs_of_a_folder_by_age(ended, tmp_path, capsys, monk
 
 
 def test_a_time_is_in_its_largest_unit():
-    texts = [duration(seconds) for seconds in (4, 720, 12_600, 181_440)]
-    assert texts == ["4 s", "12 min", "3.5 h", "2.1 d"]
+    texts = [duration(seconds) for seconds in (4, 31.5, 720, 12_600, 181_440)]
+    assert texts == ["4 s", "31.5 s", "12 min", "3.5 h", "2.1 d"]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tba.engines import SearchError, SharedLock
+from tba.engines import SharedLock
+from tba.errors import SearchError
 from tba.prompt import Prompt
 from tba.runs.summary import _waiting_share
 from tba.runtime.actor import SearcherActor

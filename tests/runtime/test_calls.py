@@ -12,7 +12,8 @@ import psutil
 import pytest
 from suite import until
 
-from tba.runtime.deadline import Calls, ClusterLostError
+from tba.errors import ClusterLostError
+from tba.runtime.deadline import Calls
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""

@@ -9,7 +9,7 @@ from build import config, conserved, run_and_keep
 from toy import Ones
 
 from tba.cli import _config
-from tba.engines import SearchError
+from tba.errors import SearchError
 from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest

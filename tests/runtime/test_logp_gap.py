@@ -8,7 +8,8 @@ from build import config
 from transformers import AutoModelForCausalLM
 
 from tba.config.schema import Config, load
-from tba.engines import SearchError, logp_gap_limit
+from tba.engines import logp_gap_limit
+from tba.errors import SearchError
 from tba.open import open_run, run
 from tba.runs import checkpoint
 from tba.runs.folder import METRICS, read

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tba.open
 from tba.cli import _config
 from tba.config.schema import load
-from tba.engines import SearchError
+from tba.errors import SearchError
 from tba.learn import Trainer
 from tba.open import open_run
 from tba.prompt import Prompt

@@ -16,9 +16,9 @@ import torch
 from exact import toy_config
 
 from tba.config.tables import RuntimeTable, SearcherRange
-from tba.engines import EngineError, SearchError
+from tba.errors import EngineError, NoAnswerError, SearchError
 from tba.runtime import SearchJob
-from tba.runtime.deadline import Calls, NoAnswerError, bind_ray
+from tba.runtime.deadline import Calls, bind_ray
 from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.search.prompts import SearchState

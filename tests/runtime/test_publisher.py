@@ -11,7 +11,7 @@ from build import pack, trainer
 from fakes import Given
 from suite import until
 
-from tba.engines import SearchError
+from tba.errors import SearchError
 from tba.learn.publish import answer, probe_tokens, sequences_of
 from tba.runtime.deadline import bind_ray
 from tba.weights import Publication, as_tensor

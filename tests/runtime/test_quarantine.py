@@ -8,7 +8,7 @@ import pytest
 from build import config, conserved, ray_config, run_and_keep
 
 from tba.cli import _config
-from tba.engines import SearchError
+from tba.errors import SearchError
 from tba.open import run
 from tba.prompt import Prompt
 from tba.runs.checkpoint import newest

@@ -10,7 +10,7 @@ from build import config
 from tba.child import Child
 from tba.cli import _config
 from tba.config.schema import Config
-from tba.engines import EngineError
+from tba.errors import EngineError
 from tba.open import run
 from tba.runs.checkpoint import newest
 from tba.scoring import scoring

@@ -341,7 +341,7 @@ def test_the_facts_of_an_unfinished_run_are_those_of_its_steps(comparison):
     assert headline(comparison, "Steps") == [
         "12 of 12 (finished)", "4 of 12 (crashed)", "12 of 12 (stopped)", "7 of 12 (crashed)",
     ]  # fmt: skip
-    assert headline(comparison, "Time") == ["31.5 s", "8.0 s", "31.5 s", "14.0 s"]
+    assert headline(comparison, "Time") == ["31.5 s", "8 s", "31.5 s", "14 s"]
     waited = [f"{share} of the time" for share in ("6.25%", "25.00%", "6.25%", "25.00%")]
     assert fact(comparison, "Trainer waited") == waited
     assert fact(comparison, "Samples generated") == ["512", "160", "512", "280"]
@@ -374,7 +374,7 @@ def test_a_comparison_shows_the_others_where_a_run_has_no_metrics_yet(tmp_path):
         steps = dict(zip(headline(html, "run"), headline(html, "Steps"), strict=True))
         ended = dict.fromkeys(("fact", "key"), "12 of 12 (crashed)")
         assert steps == ended | {"new": "no metrics yet"}
-        assert len(data(html)) == 2 and set(headline(html, "Time")) == {"24.0 s", "–"}
+        assert len(data(html)) == 2 and set(headline(html, "Time")) == {"24 s", "–"}
 
 
 def test_columns_of_the_data_and_repeats_stand_with_a_group(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from toy import Ones
 
-from tba.config import errors
+from tba.config import mistakes
 from tba.prompt import Prompt
 from tba.runs.folder import SOURCES, SUMMARY
 from tba.setup.checks import placed
@@ -252,7 +252,7 @@ def test_the_error_of_a_run_has_no_secret_and_nothing_that_a_terminal_would_obey
     tmp_path, monkeypatch
 ):
     """A reward may quote what the policy has written, and a client its key."""
-    monkeypatch.setattr(errors, "KNOWN", {"CANARY"})
+    monkeypatch.setattr(mistakes, "KNOWN", {"CANARY"})
     write_failed(tmp_path, "E: CANARY \x1b[2J", "Traceback: E: CANARY")
     assert "CANARY" not in (tmp_path / FAILED).read_text()
     assert standing(tmp_path) == ("failed", "E: *** \\x1b[2J")

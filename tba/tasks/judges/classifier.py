@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
-from tba.config.errors import choices
+from tba.config.mistakes import choices
 from tba.tasks.judges import Text
 from tba.tasks.judges._model import ModelJudge
 

@@ -21,13 +21,6 @@ REWARD = re.compile("eval/(?:(.+)/)?sampled_reward")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def duration(seconds: float) -> str:
-    if seconds < 600:
-        return f"{seconds:.1f}\N{NO-BREAK SPACE}s"
-    unit, long = (60, "min") if seconds < 7200 else (3600, "h")
-    return f"{seconds / unit:.1f}\N{NO-BREAK SPACE}{long}"
-
-
 def fitted(value: float, form: str) -> str:
     """Format a number that may be missing (NaN); large numbers get few digits."""
     if isnan(value):

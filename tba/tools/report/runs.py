@@ -13,13 +13,23 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from tba.runs import folder as log
-from tba.runs.folder import Row, flat, read, read_optional, read_warnings
+from tba.display import duration
+from tba.runs.folder import (
+    CONFIG,
+    METRICS,
+    SAMPLES,
+    SESSIONS,
+    SUMMARY,
+    Row,
+    flat,
+    read,
+    read_optional,
+    read_warnings,
+)
 from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
 from tba.tools.report.page import (
     MODES,
-    duration,
     fitted,
     measures_of,
     names,
@@ -280,16 +290,16 @@ class Record:
 
 def read_record(path: Path, name: str, colour: str) -> Record | None:
     """Return the record of a run, None before its first step; ValueError if it is not a run."""
-    config = read_optional(path / log.CONFIG)
+    config = read_optional(path / CONFIG)
     if config is None:
-        near = sorted(str(p.parent) for p in path.glob(f"*/{log.CONFIG}"))
+        near = sorted(str(p.parent) for p in path.glob(f"*/{CONFIG}"))
         raise ValueError(
-            f"{path} is not a run folder: it has no {log.CONFIG}; type"
+            f"{path} is not a run folder: it has no {CONFIG}; type"
             f" `tba report {' '.join(near[:3]) or 'RUN'}` with the folder that `tba train` printed;"
             " a study is reported alone"
         )
     needed = ["step", "samples_generated", "searchers/rejected", *LAG, *WAITS.values()]
-    metrics = pd.DataFrame(read(path / log.METRICS), dtype=float)
+    metrics = pd.DataFrame(read(path / METRICS), dtype=float)
     metrics = metrics.reindex(columns=metrics.columns.union(needed, sort=False))
     is_step = metrics["samples_generated"].notna()
     steps = metrics[is_step]
@@ -301,7 +311,7 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
     evaluations["samples_generated"] = np.interp(
         evaluations["step"], [0, *steps["step"]], generated
     )
-    sessions = read(path / log.SESSIONS)
+    sessions = read(path / SESSIONS)
     spans = _spans(sessions or [{"step": 0}], int(steps["step"].iloc[-1]), config)
     changed = _changed(spans)
     return Record(
@@ -310,7 +320,7 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         config=config,
         steps=steps,
         evaluations=evaluations,
-        samples=read(path / log.SAMPLES),
+        samples=read(path / SAMPLES),
         totals=_totals(path, steps),
         sessions=sessions,
         warnings=list(read_warnings(path).values()),  # the summary is only written at the end
@@ -351,7 +361,7 @@ def _changed(spans: Sequence[Span]) -> dict[str, str]:
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
     """Return `summary.json`, or the same totals computed from the steps before the run ends."""
     newest = steps.iloc[-1].to_dict()
-    summary = read_optional(path / log.SUMMARY)
+    summary = read_optional(path / SUMMARY)
     if summary is not None and summary["steps"] == newest["step"]:  # else of an earlier session
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
     seconds = steps["time"].diff().fillna(1e-9)  # ignores the first step with the first fill

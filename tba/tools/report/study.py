@@ -10,8 +10,9 @@ from urllib.parse import quote
 
 import pandas as pd
 
+from tba.display import duration
 from tba.runs.folder import Row
-from tba.tools.report.page import duration, script, with_stderr, write_page
+from tba.tools.report.page import script, with_stderr, write_page
 from tba.tools.study import SEED, curve, phrase, read_ledger, read_metrics, write_results
 
 COLUMNS = {
