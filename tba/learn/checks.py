@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.learn.plan import Layout
+from tba.learn.layouts import Layout
 from tba.learn.policy import Policy, token_logp
 from tba.models.forward import check_logits, takes_masks
 from tba.objectives import Loss

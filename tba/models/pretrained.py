@@ -171,7 +171,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
         return AutoTokenizer.from_pretrained(path, **sources(path, remote_code)), config
 
 
-def folder_of(path: str) -> Path:
+def model_folder(path: str) -> Path:
     """Return the folder of a model, which may be in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 

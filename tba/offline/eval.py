@@ -29,7 +29,7 @@ from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, stored_model
 from tba.models import model_path
 from tba.models.lora import merged
-from tba.models.pretrained import Tokenizer, computes_in_bf16, folder_of, load_model, load_text
+from tba.models.pretrained import Tokenizer, computes_in_bf16, load_model, load_text, model_folder
 from tba.replay.store import FOLDER, PROMPTS, load_groups
 from tba.runs.checkpoint import REFERENCE, choose, chosen
 from tba.runs.folder import (
@@ -339,7 +339,7 @@ def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
 def _licence(model: str) -> dict[str, Any]:
     """Return the licence metadata in the card of a model, if the card is on this machine."""
     with suppress(Exception):  # the card may be missing, and may contain anything
-        about = metadata_load(folder_of(model_path(model)) / "README.md") or {}
+        about = metadata_load(model_folder(model_path(model)) / "README.md") or {}
         names = ("license", "license_name", "license_link")
         return {name: about[name] for name in names if name in about}
     return {}

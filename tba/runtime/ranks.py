@@ -2,11 +2,11 @@
 
     train loop              rank 0, 1, ... (each an actor of Ray)
     ShardedTrainer
-      step              -->     SingleTrainer.slots: what each rank runs, and when
+      step              -->     SingleTrainer.micro_batches: what each rank runs, when
                                 SingleTrainer.step: gathers layers, reduces gradients
       send, reference   -->     SingleTrainer.send: rank 0 sends each tensor to the searchers
-      save              -->     state.save: each rank writes some of the tensors, whole
-      load              -->     state.load: each rank reads its shard of each tensor
+      save              -->     state.save_state: each rank writes some of the tensors, whole
+      load              -->     state.load_state: each rank reads its shard of each tensor
 
 If a rank dies, raises or is late, all ranks end, because the others would wait for it. The run then
 continues from its newest checkpoint, with new ranks and new searchers (tba/open.py).
