@@ -13,7 +13,7 @@ from tba.config.plugins import with_defaults
 from tba.config.schema import Config
 from tba.runs import folder as log
 from tba.runs.summary import Summary
-from tba.runtime.placement import PUBLICATIONS
+from tba.runtime import PUBLICATIONS
 from tba.setup.memory import Machine, MemoryEstimate
 
 INTAKE = 2000.0

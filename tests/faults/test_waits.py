@@ -17,7 +17,7 @@ from fakes import Given
 from suite import cases
 
 from tba.engines import EngineError
-from tba.engines._batch import Batch
+from tba.engines._batch import RunningBatch
 from tba.open import open_run
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.folder import locked
@@ -120,7 +120,7 @@ def in_an_engine(seconds: float, model: Path, folder: Path) -> None:
     """In a step, while a call waits for its response."""
     engine = Steps()
     engine.allowed.clear()
-    batch = Batch(lambda: engine, slots=1, in_flight=False, deadline=seconds)
+    batch = RunningBatch(lambda: engine, slots=1, in_flight=False, deadline=seconds)
     try:
         began()
         with pytest.raises(EngineError, match=r"engine\.deadline"):
