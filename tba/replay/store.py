@@ -50,7 +50,7 @@ PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
 """Columns of the prompts: step of the latest arrival, number of responses, and stamp."""
 
 
-class Table:
+class RowTable:
     """Numbers in named columns. A row's `stamp` orders latest arrivals; EMPTY marks a free row."""
 
     def __init__(self, kinds: Mapping[str, DTypeLike]) -> None:
@@ -134,8 +134,8 @@ class Store:
     """Distinct trajectories by row, the prompts they belong to, and the order of arrival."""
 
     def __init__(self) -> None:
-        self.rows = Table(ROW)
-        self.prompts = Table(PROMPT)
+        self.rows = RowTable(ROW)
+        self.prompts = RowTable(PROMPT)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
         self.earlier: dict[int, array[int]] = {}
         """By row: alternating steps and sample counts of its response's earlier arrivals."""
@@ -366,19 +366,16 @@ def load_groups(file: Path) -> tuple[Group, ...]:
     groups = []
     for line in file.read_text("utf-8").splitlines():
         plain = json.loads(line)
+        for own in plain["trajectories"]:
+            for name, kind in CONTENT.items():
+                if own.get(name) is not None:
+                    own[name] = np.array(own[name], kind)
+            own["switches"] = tuple(map(tuple, own["switches"]))
         group = Group(
             prompt=Prompt(**plain["prompt"]),
             prompt_tokens=np.array(plain["prompt_tokens"], np.int32),
-            trajectories=tuple(map(_trajectory, plain["trajectories"])),
+            trajectories=tuple(Trajectory(**own) for own in plain["trajectories"]),
             reference=plain["reference"],
         )
         groups.append(group)
     return tuple(groups)
-
-
-def _trajectory(plain: dict[str, Any]) -> Trajectory:
-    for name, kind in CONTENT.items():
-        if plain.get(name) is not None:
-            plain[name] = np.array(plain[name], kind)
-    plain["switches"] = tuple(map(tuple, plain["switches"]))
-    return Trajectory(**plain)

@@ -206,7 +206,12 @@ class Connection:
             self.calls.watch(watched)
         except BaseException as error:
             self.calls.lose("it has not started")
-            self._await_gcs()
+            # a starting GCS must report its port: Ray waits for it while holding the GIL
+            until = time.monotonic() + STARTING
+            while self.folder and time.monotonic() < until:
+                if any(self.folder.rglob("gcs_server_port*")):
+                    break
+                time.sleep(0.05)
             self.close(leaving=LEAVING_LOST if isinstance(error, Exception) else 1.0)
             if isinstance(error, ClusterLostError) and self._watcher is not None:
                 raise TimeoutError(
@@ -215,13 +220,6 @@ class Connection:
                     " runtime.use=local"
                 ) from error
             raise
-
-    def _await_gcs(self) -> None:
-        """Wait until a starting GCS reports its port: Ray waits for it while holding the GIL."""
-        until = time.monotonic() + STARTING
-        folder = self.folder
-        while folder and time.monotonic() < until and not any(folder.rglob("gcs_server_port*")):
-            time.sleep(0.05)
 
     def close(self, leaving: float = LEAVING_LOST) -> None:
         """Leave a cluster, or end the private Ray with all of its processes.
@@ -321,7 +319,10 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     cluster = Cluster(connection, transport, here, own)
     needed = reserved + least * needs[kind]
     try:
-        _wait_until_free(kind, needed, until)
+        while ray.available_resources().get(kind, 0.0) < needed - 1e-3:
+            if time.monotonic() > until:
+                raise TimeoutError
+            time.sleep(0.5)
         if ranks > 1:
             places = replace(own, device=searching[0].device).divided(ranks)
             cluster.ranks = _room_for_ranks(places, kind, free, until)
@@ -350,14 +351,6 @@ def _object_store(settings: RuntimeTable, connection: Connection) -> ObjectStore
     seconds = settings.task_deadline
     put = partial(connection.calls.within, seconds, "take weights", ray.put)
     return ObjectStore(seconds, put)
-
-
-def _wait_until_free(kind: str, needed: float, until: float) -> None:
-    """Wait until as many GPUs or CPUs are free as trainer and searchers need."""
-    while ray.available_resources().get(kind, 0.0) < needed - 1e-3:
-        if time.monotonic() > until:
-            raise TimeoutError
-        time.sleep(0.5)
 
 
 def _room_for_ranks(
