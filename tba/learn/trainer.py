@@ -199,7 +199,7 @@ class SingleTrainer:
         """Divide a batch over all ranks; every rank computes the same."""
         return split_batch(
             batch,
-            self.setup.config.trainer.token_budget,
+            self.setup.config.trainer.pass_tokens,
             self.ranks,
             self.policy.share_prompt,
             takes_masks(self.policy.model),
@@ -251,7 +251,7 @@ class SingleTrainer:
             return self._loss_of(self._forward(chunk, part.shapes[0]), chunk, batch, objective)
         pieces: list[Batch] = []
         if chunk is not None:
-            budget = self.setup.config.trainer.token_budget
+            budget = self.setup.config.trainer.pass_tokens
             pieces += split_responses(chunk, budget, self.policy.share_prompt)
         # each pass is a collective of all ranks, so that the number of passes must be the same
         fillers = [filler(batch)] * (len(part.shapes) - len(pieces))

@@ -141,7 +141,7 @@ class SearchSetup:
             return self.reference(device, bf16)
         hold = None if engine.model is None else engine.lend
         policy = self._policy(model, bf16)
-        return AdapterReference(policy, self.config.trainer.token_budget, hold)
+        return AdapterReference(policy, self.config.trainer.pass_tokens, hold)
 
     def _policy(self, model: Any, bf16: bool) -> Policy:
         """Return a policy of the model that computes in the same way as the trainer's."""
@@ -157,7 +157,7 @@ class SearchSetup:
         kind = Reference if c.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
         model = load_frozen(c.policy, device, bf16, dtype)
-        return kind(self._policy(model, bf16), c.trainer.token_budget)
+        return kind(self._policy(model, bf16), c.trainer.pass_tokens)
 
 
 @dataclass(frozen=True)

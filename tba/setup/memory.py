@@ -7,8 +7,8 @@ dry run, `tba plan` and the table in docs/scaling.md use it.
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import inf
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from tba.config.errors import size
 from tba.config.schema import Config
-from tba.config.tables import PolicyTable
+from tba.config.tables import PASS_TOKENS, PolicyTable
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
 from tba.learn.optimizer import MOMENTS
@@ -31,6 +31,8 @@ from tba.weights import trained
 
 PROCESS = 0.5e9
 """Bytes of a process with PyTorch on the host, and of its CUDA context on the GPU."""
+USED = 0.95
+"""Share of a GPU's memory that an automatic token budget fills: memory is fragmented."""
 LOGIT = 10
 """Bytes per logit in a chunk of the LM head: one bf16 copy and two fp32 copies."""
 HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
@@ -182,10 +184,38 @@ class MemoryEstimate:
 
     @classmethod
     def of(cls, config: Config, machine: Machine, prompt: int) -> "MemoryEstimate":
-        """Read the model's config.json; assumes that GPUs compute in bf16."""
+        """Read the model's config.json; assumes that GPUs compute in bf16.
+
+        `config.trainer.token_budget` of the result is a number.
+        """
         policy = config.policy
         bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
-        return cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+        own = cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+        return own if config.trainer.token_budget != "auto" else own._with_fitting_budget()
+
+    def _with_fitting_budget(self) -> "MemoryEstimate":
+        """Return the estimate with the largest token budget that fits all GPUs, or the smallest.
+
+        It is a number of whole groups, up to `PASS_TOKENS`, or one group, or a group's prompt with
+        some of its responses, all of the maximum length. On a CPU it is `PASS_TOKENS`, and also on
+        a cluster that the run joins, whose GPUs are not known.
+        """
+        c = self.config
+        t = c.trainer
+        response = c.sampling.max_tokens + (0 if c.policy.share_prompt else self.prompt)
+        group_tokens = self.prompt + t.group_size * response
+        groups = max(1, min(PASS_TOKENS // group_tokens, -(-t.groups // t.devices)))
+        budgets = [count * group_tokens for count in range(groups, 0, -1)]
+        budgets += [self.prompt + count * response for count in range(t.group_size - 1, 0, -1)]
+        if not self.machine.gpus or c.runtime.address is not None:
+            budgets = [PASS_TOKENS]
+        for budget in budgets:
+            trainer = t.model_copy(update={"token_budget": budget})
+            tried = replace(self, config=c.model_copy(update={"trainer": trainer}))
+            cards = [n for card, n in tried.needed().items() if card is not None]
+            if max(cards, default=0.0) <= USED * self.machine.card:
+                break
+        return tried
 
     @property
     def each(self) -> int:
@@ -279,9 +309,9 @@ class MemoryEstimate:
         z = self.sizes
         length = c.sampling.max_tokens
         pass_ = np.array(group(self.prompt, t.group_size, length))
-        fitting = min(-(-t.groups // t.devices), t.token_budget // pass_[0])
+        fitting = min(-(-t.groups // t.devices), t.pass_tokens // pass_[0])
         if fitting == 0:  # a group is split into several passes
-            responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
+            responses = max(1, (t.pass_tokens - self.prompt) // max(1, length - 1))
             pass_ = np.array(group(self.prompt, responses, length))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
         is_long = self.prompt + length > EAGER_TOKENS
@@ -297,7 +327,7 @@ class MemoryEstimate:
 
     def _head(self) -> float:
         most = HEAD["cuda" if self.machine.gpus else "cpu"]
-        return min(most, LOGIT * self.config.trainer.token_budget * self.sizes.vocabulary)
+        return min(most, LOGIT * self.config.trainer.pass_tokens * self.sizes.vocabulary)
 
     def _engine(self) -> dict[str, float]:
         """Return the memory of an engine, per GPU if it is split over several."""
@@ -335,7 +365,7 @@ class MemoryEstimate:
             # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
-            tokens = c.trainer.token_budget
+            tokens = c.trainer.pass_tokens
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
         others = sum(map(_numbers, _models_of(c.task.model_dump())))
@@ -429,6 +459,7 @@ def _models_of(table: Any) -> set[str]:
     return {name for name in named if name}.union(*map(_models_of, table.values()))
 
 
+@cache
 def _numbers(model: str) -> int:
     """Return the number of parameters of a model without a head."""
     from transformers import AutoModel

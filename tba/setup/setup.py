@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -153,7 +153,9 @@ def check(
     setup = _setup_of(config, functions, planned is None, data)
     setup.prompt_stream()  # raises if the selection cannot work
     if planned is None:
-        MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1])).check()
+        needs = MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1]))
+        needs.check()
+        return replace(setup, config=needs.config)  # with a number as the token budget
     return setup
 
 

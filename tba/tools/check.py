@@ -287,7 +287,7 @@ def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
     t = setup.config.trainer
     length = setup.config.sampling.max_tokens
     tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
-    responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
+    responses = max(1, min(t.group_size, t.pass_tokens * t.group_size // tokens))
     seconds = _measured(trainer, prompt, responses, length) * t.batch_size / responses
     return (
         f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
