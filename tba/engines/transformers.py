@@ -73,7 +73,8 @@ class Transformers(Engine):
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = bf16 and self.policy.lora is not None
         self.model = load_placed(self.policy, self.device, bf16, dtype)
-        self._batches = threading.Lock()  # one batch at a time
+        # one batch at a time; taken before `_weights`, so that waiting does not hold up an update
+        self._batches = threading.Lock()
         self._stop: StopStrings | None = None  # of the latest batch
         self._weights = SharedLock()  # shared by a running batch, exclusive for `load_weights`
 

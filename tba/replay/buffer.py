@@ -43,7 +43,12 @@ class ReplayBuffer:
         """Store groups that arrived at step `now`; drop the oldest responses beyond the limits."""
         store = self._store
         for group in groups:
-            finite = [t for t in group.trajectories if _is_finite(t)]
+            finite = []
+            for t in group.trajectories:
+                value = () if t.value is None else t.value
+                numbers = np.concatenate([[t.reward], t.behavior_logp, t.ref_logp, value])
+                if np.isfinite(numbers).all():
+                    finite.append(t)
             self.counts["not_finite"] += len(group.trajectories) - len(finite)
             if not finite:
                 continue
@@ -215,13 +220,6 @@ def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Traject
         switches=tuple((place + len(given), version) for place, version in t.switches),
         marks=marks,
     )
-
-
-def _is_finite(t: Trajectory) -> bool:
-    numbers = [np.array([t.reward]), t.behavior_logp, t.ref_logp]
-    if t.value is not None:
-        numbers.append(t.value)
-    return bool(np.isfinite(np.concatenate(numbers)).all())
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -250,10 +250,28 @@ class Store:
         return groups
 
     def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
-        """Yield the trajectories of these rows."""
+        """Yield the trajectories of these rows; their arrays are read-only."""
         columns = {name: self.rows[name][rows].tolist() for name in (*SAVED, "content")}
-        for row in zip(*columns.values(), strict=True):
-            yield _trajectory_of(dict(zip(columns, row, strict=True)))
+        for values in zip(*columns.values(), strict=True):
+            row: dict[str, Any] = dict(zip(columns, values, strict=True))
+            held: dict[str, np.ndarray] = {}
+            start = 0
+            for name, kind in CONTENT.items():
+                if name not in OPTIONAL or row[OPTIONAL[name]]:
+                    held[name] = np.frombuffer(row["content"], kind, row["length"], start)
+                    start += held[name].nbytes
+            yield Trajectory(
+                tokens=held["tokens"],
+                behavior_logp=held["behavior_logp"],
+                ref_logp=held["ref_logp"],
+                reward=row["reward"],
+                version=row["version"],
+                finished=row["finished"],
+                value=held.get("value"),
+                switches=switches_of(held["versions"]) if row["switched"] else (),
+                marks=held.get("marks"),
+                count=row["count"],
+            )
 
     def state(self, counts: Mapping[str, int]) -> State:
         """Return a copy of the state that shares only immutable objects."""
@@ -316,7 +334,7 @@ def key_of(response: Trajectory, prompt: int) -> bytes:
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the columns from which `_trajectory_of` restores a trajectory, by name."""
+    """Return the columns from which `Store.trajectories` restores a trajectory."""
     held = {}
     for name, kind in CONTENT.items():
         given = getattr(trajectory, name)
@@ -330,28 +348,6 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
         "finished": trajectory.finished,
         **{column: name in held for name, column in OPTIONAL.items()},
     }
-
-
-def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a row, given its columns; its arrays are read-only."""
-    held: dict[str, np.ndarray] = {}
-    start = 0
-    for name, kind in CONTENT.items():
-        if name not in OPTIONAL or row[OPTIONAL[name]]:
-            held[name] = np.frombuffer(row["content"], kind, row["length"], start)
-            start += held[name].nbytes
-    return Trajectory(
-        tokens=held["tokens"],
-        behavior_logp=held["behavior_logp"],
-        ref_logp=held["ref_logp"],
-        reward=row["reward"],
-        version=row["version"],
-        finished=row["finished"],
-        value=held.get("value"),
-        switches=switches_of(held["versions"]) if row["switched"] else (),
-        marks=held.get("marks"),
-        count=row["count"],
-    )
 
 
 def save_groups(groups: Sequence[Group], file: Path) -> None:

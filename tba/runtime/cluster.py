@@ -328,7 +328,14 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
             cluster.ranks = _room_for_ranks(places, kind, free, until)
         elif reserved:
             free[here] -= 1
-            cluster.reservation, cluster.trainer = _reserve(own, here, until)
+            there = NodeAffinitySchedulingStrategy(here, soft=False)
+            actor: Any = ray.remote(Reservation)
+            actor = actor.options(num_cpus=0, num_gpus=1, scheduling_strategy=there).remote()
+            left = max(1.0, until - time.monotonic())
+            (gpu,) = ray.get(actor.gpus.remote(), timeout=left)
+            device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            cluster.reservation = actor
+            cluster.trainer = replace(own, device=device)
     except TimeoutError as late:
         every = ray.cluster_resources().get(kind, 0.0)
         taken = every - ray.available_resources().get(kind, 0.0)
@@ -372,16 +379,6 @@ def _room_for_ranks(
     for machine in machines:
         free[machine] -= 1
     return slots
-
-
-def _reserve(own: Place, here: str, until: float) -> tuple[Any, Place]:
-    """Reserve a GPU of this machine for the trainer; return the reservation and the place."""
-    strategy = NodeAffinitySchedulingStrategy(here, soft=False)
-    request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)
-    reservation: Any = request.remote()
-    (gpu,) = ray.get(reservation.gpus.remote(), timeout=max(1.0, until - time.monotonic()))
-    device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return reservation, replace(own, device=device)
 
 
 def folders(policy: PolicyTable) -> dict[str, str]:
