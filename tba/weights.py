@@ -14,6 +14,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+PUBLICATIONS = 20
+"""Maximum publications per second to all searchers together: each takes time in two processes."""
+PUBLISHED = 4
+"""Maximum number of weight versions in transit to searchers at once.
+
+Each keeps a copy alive until the slowest searcher has received it.
+"""
+
 
 @dataclass(frozen=True)
 class Probe:

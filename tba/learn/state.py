@@ -18,7 +18,7 @@ from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
 from tba.models.pretrained import load_model
-from tba.models.sharding import INDEX, WEIGHTS, TensorFile, in_memory, stored_in, weight_files
+from tba.models.tensor_files import INDEX, WEIGHTS, TensorFile, in_memory, stored_in, weight_files
 from tba.weights import check_same_model, trained, whole
 
 MODEL = "model"

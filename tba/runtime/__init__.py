@@ -16,13 +16,6 @@ from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Publication
 
-PUBLICATIONS = 20
-"""Maximum publications per second to all searchers together: each takes time in two processes."""
-PUBLISHED = 4
-"""Maximum number of weight versions in transit to searchers at once.
-
-Each keeps a copy alive until the slowest searcher has received it.
-"""
 WINDOW = 64
 """Minimum number of scored samples before rejections count."""
 TRUNCATED_AT_MOST = 256

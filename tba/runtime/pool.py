@@ -14,13 +14,12 @@ import ray
 
 from tba.config.tables import RuntimeTable
 from tba.prompt import Prompt
-from tba.runtime import PUBLICATIONS, PUBLISHED
 from tba.runtime.cluster import Slot
 from tba.runtime.deadline import Calls, NoAnswerError
 from tba.search.evaluate import EvaluatedPiece, join, pieces
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
-from tba.weights import Publication
+from tba.weights import PUBLICATIONS, PUBLISHED, Publication
 
 log = logging.getLogger(__name__)
 

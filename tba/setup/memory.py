@@ -25,9 +25,8 @@ from tba.learn.optimizer import MOMENTS
 from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
-from tba.runtime import PUBLISHED
 from tba.runtime.placement import gpu_count
-from tba.weights import trained
+from tba.weights import PUBLISHED, trained
 
 PROCESS = 0.5e9
 """Bytes of a process with PyTorch on the host, and of its CUDA context on the GPU."""

@@ -13,8 +13,8 @@ from tba.config.plugins import with_defaults
 from tba.config.schema import Config
 from tba.runs import folder as log
 from tba.runs.summary import Summary
-from tba.runtime import PUBLICATIONS
 from tba.setup.memory import Machine, MemoryEstimate
+from tba.weights import PUBLICATIONS
 
 INTAKE = 2000.0
 """Groups per second that the process of the train loop can store."""
