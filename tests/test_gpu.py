@@ -39,7 +39,8 @@ from tba.models import model_path
 from tba.open import run
 from tba.runs import checkpoint
 from tba.runs.folder import METRICS, read
-from tba.setup.memory import MemoryEstimate, this_machine
+from tba.setup.machine import this_machine
+from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import check
 from tba.types import Batch, collate
 

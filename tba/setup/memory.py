@@ -4,7 +4,6 @@ docs/memory.md explains the parts and which of them are exact. Only `processes` 
 dry run, `tba plan` and the table in docs/scaling.md use it.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from math import inf
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from tba.config.errors import size
@@ -25,7 +23,7 @@ from tba.learn.optimizer import MOMENTS
 from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
-from tba.runtime.placement import gpu_count
+from tba.setup.machine import Machine
 from tba.weights import PUBLISHED, trained
 
 PROCESS = 0.5e9
@@ -48,31 +46,6 @@ ALTERNATIVES = {
 """Settings that reduce memory, and whether a config already has each one, or cannot use it."""
 MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
 """Options of judges and tasks that name models loaded by each searcher."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Number of GPUs, memory of a GPU and of the host in bytes; `inf` if unknown."""
-
-    gpus: int
-    card: float
-    host: float
-
-    def room(self, card: int | None) -> float:
-        return self.host if card is None else self.card
-
-
-def this_machine() -> Machine:
-    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
-    return Machine(len(cards), min(cards, default=0), psutil.virtual_memory().total)
-
-
-def planned_machine(gpus: str) -> Machine:
-    """Parse a string such as `4x80`, four GPUs of 80 GB; ValueError for any other format."""
-    written = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,4}(?:\.\d+)?)", gpus)
-    if written is None or float(written[2]) == 0:
-        raise ValueError(f"--gpus {gpus}: write number x GB of each, such as --gpus 4x80")
-    return Machine(int(written[1]), float(written[2]) * 1e9, inf)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from tba.search.prompts import PromptStream, digest_of
 from tba.search.searcher import SearchSetup
 from tba.selections import Interleaved
 from tba.setup.data import Data, read_data
-from tba.setup.memory import Machine, MemoryEstimate, this_machine
+from tba.setup.machine import Machine, this_machine
+from tba.setup.memory import MemoryEstimate
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
 from tba.tasks import Task

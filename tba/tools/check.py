@@ -29,7 +29,8 @@ from tba.scoring.scoring import Scoring
 from tba.scoring.verdicts import Rejected, Verdict
 from tba.search.searcher import SearchSetup
 from tba.setup.checks import check_step
-from tba.setup.memory import Machine, MemoryEstimate, this_machine
+from tba.setup.machine import Machine, this_machine
+from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import RunSetup, check
 from tba.tasks import Checks, Loads, Task
 from tba.tasks._rendering import Problems, Rendering

@@ -13,7 +13,8 @@ from tba.config.plugins import with_defaults
 from tba.config.schema import Config
 from tba.runs import folder as log
 from tba.runs.summary import Summary
-from tba.setup.memory import Machine, MemoryEstimate
+from tba.setup.machine import Machine
+from tba.setup.memory import MemoryEstimate
 from tba.weights import PUBLICATIONS
 
 INTAKE = 2000.0

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
 from tba.models.sharding import shard
-from tba.setup.memory import MemoryEstimate, planned_machine
+from tba.setup.machine import planned_machine
+from tba.setup.memory import MemoryEstimate
 
 RANKS = 64
 RANK = 3

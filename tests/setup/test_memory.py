@@ -18,7 +18,8 @@ from tba.config.schema import load
 from tba.models.pretrained import load_empty_model
 from tba.runtime.placement import share
 from tba.setup import setup
-from tba.setup.memory import Machine, MemoryEstimate, group, planned_machine
+from tba.setup.machine import Machine, planned_machine
+from tba.setup.memory import MemoryEstimate, group
 
 ROOT = Path(__file__).parents[2]
 MATH = ROOT / "experiments" / "math_qwen7b_tba_prime.toml"
