@@ -168,16 +168,19 @@ class MemoryEstimate:
     def _with_fitting_budget(self) -> "MemoryEstimate":
         """Return the estimate with the largest token budget that fits all GPUs, or the smallest.
 
-        It is a number of whole groups, up to `PASS_TOKENS`, or one group, or a group's prompt with
-        some of its responses, all of the maximum length. On a CPU it is `PASS_TOKENS`, and also on
-        a cluster that the run joins, whose GPUs are not known.
+        It is `PASS_TOKENS` if a step has no more, else a number of whole groups up to that, or one
+        group, or a group's prompt with some of its responses, all of the maximum length. On a CPU
+        it is `PASS_TOKENS`, and also on a cluster that the run joins, whose GPUs are not known.
         """
         c = self.config
         t = c.trainer
         response = c.sampling.max_tokens + (0 if c.policy.share_prompt else self.prompt)
         group_tokens = self.prompt + t.group_size * response
-        groups = max(1, min(PASS_TOKENS // group_tokens, -(-t.groups // t.devices)))
-        budgets = [count * group_tokens for count in range(groups, 0, -1)]
+        groups = -(-t.groups // t.devices)  # of a rank in a step
+        most = max(1, min(PASS_TOKENS // group_tokens, groups))
+        budgets = [count * group_tokens for count in range(most, 0, -1)]
+        if groups * group_tokens <= PASS_TOKENS:
+            budgets[0] = PASS_TOKENS
         budgets += [self.prompt + count * response for count in range(t.group_size - 1, 0, -1)]
         if not self.machine.gpus or c.runtime.address is not None:
             budgets = [PASS_TOKENS]

@@ -141,16 +141,14 @@ def budget(model: Path, *settings: str, gpus: str = "2x80", prompt: int = 100) -
 
 
 def test_an_automatic_token_budget_holds_whole_groups(tiny_model):
-    """In a small model, they fit: groups of 100 + 8 x (50 or 150) tokens, and 4 of them a step."""
-    step = ("trainer.batch_size=32", "trainer.group_size=8", "sampling.samples=8")
-    assert budget(tiny_model, *step, "sampling.max_tokens=50") == 4 * 500
-    apart = "policy.share_prompt=false"
-    assert budget(tiny_model, *step, "sampling.max_tokens=50", apart) == 4 * (100 + 8 * 150)
-    ranks = ("trainer.devices=3", "sampling.max_tokens=50")
-    assert budget(tiny_model, *step, *ranks, gpus="4x80") == 2 * 500
-    many = ("trainer.batch_size=800", "sampling.max_tokens=50")
-    assert budget(tiny_model, *step, *many) == 32 * 500  # of 16,384
+    """In a small model, they fit: groups of 100 + 8 x (50 or 150) tokens, up to 16,384 tokens."""
+    groups = ("trainer.group_size=8", "sampling.samples=8", "sampling.max_tokens=50")
+    step = (*groups, "trainer.batch_size=800")
+    assert budget(tiny_model, *step) == 32 * 500
+    assert budget(tiny_model, *step, "policy.share_prompt=false") == 12 * (100 + 8 * 150)
     assert budget(tiny_model, *step, "sampling.max_tokens=3000") == 100 + 8 * 3000
+    assert budget(tiny_model, *groups, "trainer.batch_size=32") == 16_384  # a step has less
+    assert budget(tiny_model, *step, "trainer.devices=4", gpus="5x80") == 16_384  # 25 each
 
 
 def test_an_automatic_token_budget_falls_until_it_fits_the_gpus(qwen):
@@ -181,13 +179,13 @@ def test_an_automatic_token_budget_is_fixed_where_no_gpu_is_known(qwen):
 
 
 def test_a_run_has_the_automatic_budget_of_its_machine(tiny_model, pretend):
-    given = ["task=arithmetic", "trainer.batch_size=8", "trainer.group_size=4"]
+    given = ["task=arithmetic", "trainer.batch_size=2000", "trainer.group_size=4"]
     given += ["sampling.samples=4", "sampling.max_tokens=8", "eval.prompts=0"]
     config = load(None, [f"policy.model={tiny_model}", *given])
     found = setup.check(config)
-    longest = len(found.extremes[1])
+    group_tokens = len(found.extremes[1]) + 4 * 8
     assert config.trainer.token_budget == "auto"
-    assert found.config.trainer.token_budget == 2 * (longest + 4 * 8)
+    assert found.config.trainer.token_budget == 16_384 // group_tokens * group_tokens
 
 
 def test_processes_share_gpus_as_ray_lets_them(qwen):
