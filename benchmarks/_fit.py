@@ -60,7 +60,8 @@ def fitting(configure: Callable[..., Any], role: Role, card: float) -> Fit:
 def needed_by(config: Any, role: Role, card: float) -> float:
     """Return the bytes that a part needs on its card."""
     from tba.config.plugins import with_defaults
-    from tba.setup.memory import Machine, MemoryEstimate
+    from tba.setup.machine import Machine
+    from tba.setup.memory import MemoryEstimate
 
     needs = MemoryEstimate.of(with_defaults(config), Machine(1, card, inf), PROMPT)
     trainer, *others = (each.total for each in needs.processes if each.card == 0)

@@ -295,7 +295,7 @@ class Bench:
         tokens = batch.mask.numel()
         what = f"{kind} training step, Qwen2.5-{shape} shape on {self.card}"
         note = f"{len(batch)} x {batch.samples} x {answer} tokens, prompts of {prompt}"
-        budget = parts.config.trainer.token_budget
+        budget = parts.config.trainer.pass_tokens
         again = ", with recomputation" if parts.config.policy.gradient_checkpointing else ""
         note += f"; {budget} tokens a pass{again}"
         rows = [_measure.row(what, [tokens / s for s in seconds], "answer tokens/s", note=note)]

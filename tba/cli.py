@@ -137,7 +137,7 @@ def _check(
     verbose: bool = False,
 ) -> None:  # fmt: skip
     """Print the output of a dry run, with the verdict last."""
-    from tba.setup.memory import planned_machine
+    from tba.setup.machine import planned_machine
     from tba.tools.check import as_toml, dry_run
 
     planned = None if gpus is None else planned_machine(gpus)
@@ -161,7 +161,7 @@ def plan_command(
 ) -> None:
     """Estimate how many searchers keep the trainer busy, and what else to expect of a run."""
     config = placed(_config(settings or [], None))
-    from tba.setup.memory import planned_machine, this_machine
+    from tba.setup.machine import planned_machine, this_machine
     from tba.tools.plan import plan
 
     rates = {

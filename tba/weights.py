@@ -14,6 +14,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
+PUBLICATIONS = 20
+"""Maximum publications per second to all searchers together: each takes time in two processes."""
+PUBLISHED = 4
+"""Maximum number of weight versions in transit to searchers at once.
+
+Each keeps a copy alive until the slowest searcher has received it.
+"""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -102,48 +110,6 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
         raise ValueError(
             f"{source} another model than policy.model: {differing} differ in name or shape"
         )
-
-
-@dataclass(frozen=True)
-class TensorFile:
-    """Tensor in a file or in memory that is read on demand, whole or in part."""
-
-    shape: tuple[int, ...]
-    part: Any
-    """Object to index by rows: a slice of the file, or a tensor in memory."""
-
-    def read(self) -> Tensor:
-        tensor: Tensor = self.part[...]
-        return tensor
-
-    @torch.no_grad()
-    def fill(self, target: Tensor) -> None:
-        """Copy it into a tensor of the same shape; a rank reads only its own rows."""
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(target, DTensor):
-            target.copy_(self.read())
-            return
-        mesh = target.device_mesh
-        start = mesh.get_local_rank() * -(-len(target) // mesh.size())
-        own = target.to_local()
-        own.copy_(self.part[start : start + len(own)])
-
-
-def stored_in(files: Iterable[Path]) -> dict[str, TensorFile]:
-    """Return the tensors in safetensors files by name; only headers are read."""
-    tensors: dict[str, TensorFile] = {}
-    for path in files:
-        file: Any = safe_open(path, "pt")
-        for key in file.keys():  # noqa: SIM118
-            part = file.get_slice(key)
-            tensors[key] = TensorFile(tuple(part.get_shape()), part)
-    return tensors
-
-
-def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, TensorFile]:
-    """Return tensors in memory in the form of tensors in a file."""
-    return {name: TensorFile(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}
 
 
 def write_weights(weights: Weights, file: Path) -> None:

@@ -41,7 +41,7 @@ from transformers import (
 
 from tba.cli import _config
 from tba.config.schema import Config, load
-from tba.engines._batch import Output, Request
+from tba.engines._batch import GenerationOutput, GenerationRequest
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
 from tba.models.pretrained import Tokenizer, load_model
@@ -76,14 +76,14 @@ class Steps:
         self.allowed = threading.Event()
         self.allowed.set()
 
-    def add(self, key: str, request: Request) -> None:
+    def add(self, key: str, request: GenerationRequest) -> None:
         if not request.prompt:
             raise ValueError("a prompt is empty")
         self.left[key] = request.sampling.max_tokens
         self.added.append(key)
         self.most = max(self.most, len(self.left))
 
-    def step(self) -> Sequence[tuple[str, Output]]:
+    def step(self) -> Sequence[tuple[str, GenerationOutput]]:
         assert self.allowed.wait(30)
         if self.failing:
             raise ValueError("out of memory")
@@ -92,14 +92,14 @@ class Steps:
         for key in ended:
             del self.left[key]
         empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return [(key, Output(*empty, True, 0.0, ())) for key in ended]
+        return [(key, GenerationOutput(*empty, True, 0.0, ())) for key in ended]
 
     def close(self) -> None:
         self.closed += 1
 
 
-def requests(*lengths: int) -> list[Request]:
-    return [Request([1], Sampling(1, 1.0, length), 0, [0]) for length in lengths]
+def requests(*lengths: int) -> list[GenerationRequest]:
+    return [GenerationRequest([1], Sampling(1, 1.0, length), 0, [0]) for length in lengths]
 
 
 CHECKPOINT_DEADLINE = 10.0

@@ -33,13 +33,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from tba.cli import _config
 from tba.config.plugins import names
 from tba.config.schema import load as load_config
-from tba.learn import plan
+from tba.learn import layouts
 from tba.learn.trainer import SingleTrainer
 from tba.models import model_path
 from tba.open import run
 from tba.runs import checkpoint
 from tba.runs.folder import METRICS, read
-from tba.setup.memory import MemoryEstimate, this_machine
+from tba.setup.machine import this_machine
+from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import check
 from tba.types import Batch, collate
 
@@ -129,9 +130,9 @@ def check_below(off: dict[str, float], limits: dict[str, float]) -> None:
 def test_a_step_is_that_of_the_cpu(layout, kind, monkeypatch):
     in_layout = ("policy.share_prompt=false",) if layout == "plain" else ()
     if layout == "cached":
-        monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(layouts, "PACKED_TOKENS", 0)
     settings, limits = KINDS[kind]
-    assert plan.plan_of(batch(), layout != "plain", can_pack=True).layout == layout
+    assert layouts.plan_of(batch(), layout != "plain", can_pack=True).layout == layout
     settings = (*in_layout, *settings)
     found = stepped(trainer(DEVICE, *settings))
     if limits is EXACT:
@@ -243,7 +244,7 @@ def counting(waits: Counter[str]) -> Iterator[None]:
 def test_waits_of_the_host_in_a_step(layout, monkeypatch):
     """Printed, for one micro-batch."""
     if layout == "cached":
-        monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(layouts, "PACKED_TOKENS", 0)
     own = trainer(DEVICE, "trainer.token_budget=100000")
     own.step(batch(), 1)
     waits: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from pretend import DeviceMismatch
 
 from tba.config.plugins import names
 from tba.errors import StepError
-from tba.learn import plan, policy, publish, state
+from tba.learn import layouts, policy, publish, state
 from tba.learn import trainer as trainers
 from tba.learn.policy import Policy
 from tba.learn.trainer import MicroBatchResult, SingleTrainer
@@ -50,7 +50,7 @@ def on_cuda(model: Path | str, *settings: str) -> SingleTrainer:
 
 def in_layout(own: SingleTrainer, layout: str, monkeypatch: pytest.MonkeyPatch) -> SingleTrainer:
     own.policy.share_prompt = layout != "plain"
-    monkeypatch.setattr(plan, "PACKED_TOKENS", 256 if layout == "packed" else 0)
+    monkeypatch.setattr(layouts, "PACKED_TOKENS", 256 if layout == "packed" else 0)
     return own
 
 
@@ -171,7 +171,7 @@ MUTANTS: list[tuple[Any, str, str, str, str]] = [
     (trainers, "SingleTrainer._loss_of", "chunk.to(output.logp.device)", "chunk",
      r"at trainer\.py:\d+ _group_metrics"),
     (publish, "answer", ".float().cpu().numpy()", ".float().numpy()", r"at publish\.py:\d+ answer"),
-    (state, "load", "stored.read().to(parameter.device)", "stored.read()",
+    (state, "load_state", "stored.read().to(parameter.device)", "stored.read()",
      r"at trainer\.py:\d+ step"),
     (cache, "check_logits", ", device=model.device)", ")", r"at forward\.py:\d+ check_l"),
 ]  # fmt: skip

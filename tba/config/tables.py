@@ -10,6 +10,8 @@ LOGP_NOISE_FP32 = 0.01
 """Mean difference of log-probs, in nats, that rounding may explain."""
 LOGP_NOISE_BF16 = 0.3
 """The same for a model that computes in bf16."""
+PASS_TOKENS = 16_384
+"""Tokens of a pass where `trainer.token_budget` is auto, and no memory of a GPU is known."""
 OFF = {"top_p": 1.0, "top_k": 0}
 """Settings that change which tokens are chosen, but not their log-probs, with neutral values."""
 
@@ -237,9 +239,11 @@ class TrainerTable(Table):
         "precision of the trainer's weights and gradients; bf16: 15 bytes per parameter, not 16,"
         " and no copies in bf16: AdamW keeps the remainder of each weight; docs/memory.md",
     )
-    token_budget: Positive = key(
-        16_384,
-        "tokens per forward and backward pass without response padding; shared prompts count once",
+    token_budget: Positive | Literal["auto"] = key(
+        "auto",
+        "tokens per forward and backward pass without response padding; shared prompts count once;"
+        " auto: 16384, and on this machine's GPUs as many as fit, but at least a whole group if"
+        " that fits: docs/performance.md",
     )
     compile: bool = key(False, "compile the model's layers (torch.compile); docs/performance.md")
     devices: Positive = key(
@@ -253,10 +257,23 @@ class TrainerTable(Table):
         " unfinished evaluation at the end of a run",
     )
 
+    @field_validator("token_budget", mode="before")
+    @classmethod
+    def number_or_auto(cls, value: Any) -> Any:
+        if value != "auto" and not (type(value) is int and value >= 1):
+            wrong = f"trainer.token_budget = {value!r}"
+            raise ValueError(f"{wrong}: write a number of 1 or more, or auto")
+        return value
+
     @property
     def groups(self) -> int:
         """B, the prompts in a batch."""
         return self.batch_size // self.group_size
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens per pass: `token_budget`, for which a run's setup has put a number."""
+        return PASS_TOKENS if self.token_budget == "auto" else self.token_budget
 
     def decay(self, steps: int) -> int:
         """Return the number of final steps of `warmup_stable_decay` in a run of `steps` steps."""

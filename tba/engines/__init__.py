@@ -142,6 +142,7 @@ class SharedLock:
     """Lock that is held shared or exclusively. Threads that wait for exclusive use go first."""
 
     def __init__(self) -> None:
+        # held by a thread that waits for exclusive use, so that nobody else can begin to share
         self._entrance = threading.Lock()
         self._changed = threading.Condition()
         self._sharing = 0

@@ -14,7 +14,7 @@ from tba.types import Sampling
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """One response to generate; `sampling.samples` is ignored."""
 
     prompt: Sequence[int]
@@ -26,7 +26,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Output:
+class GenerationOutput:
     """A response, with the log-probs of its tokens."""
 
     tokens: np.ndarray
@@ -45,8 +45,8 @@ class Output:
 class _Call:
     """Requests of one caller, and their outputs so far."""
 
-    requests: Sequence[Request]
-    outputs: dict[int, Output] = field(default_factory=dict)
+    requests: Sequence[GenerationRequest]
+    outputs: dict[int, GenerationOutput] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)
     refused: ValueError | None = None
     """Why the engine rejected a request."""
@@ -62,18 +62,18 @@ class _Update:
 
     apply: Callable[[], None]
     version: int
-    checks: Sequence[Request]
+    checks: Sequence[GenerationRequest]
     """Requests whose outputs verify the change."""
     stale: bool
     """Whether the first check also runs before the change."""
     asked: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
     """Seconds that it waited for running requests."""
-    outputs: list[Output] | None = None
+    outputs: list[GenerationOutput] | None = None
     """Outputs of the checks, once the change has been applied."""
 
 
-class Batch:
+class RunningBatch:
     """The running batch of an engine, of at most `slots` requests.
 
     A free slot goes to the request that has waited longest, from any call, so that the batch is
@@ -85,7 +85,7 @@ class Batch:
     """
 
     def __init__(self, start: Callable[[], Any], slots: int, in_flight: bool, deadline: float):
-        """Start the engine, an `_vllm_api.Engine`, in the thread that will step it."""
+        """Start the engine, an `_vllm_api.SteppedEngine`, in the thread that will step it."""
         self.version = 0
         self._slots = slots
         self._in_flight = in_flight
@@ -101,7 +101,7 @@ class Batch:
         self._thread.start()
         self._wait(lambda: self._engine is not None)
 
-    def run(self, requests: Sequence[Request]) -> list[tuple[Output, int]]:
+    def run(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationOutput, int]]:
         """Return each request's output, and the version with which it began."""
         call = _Call(requests)
         with self._changed:
@@ -116,9 +116,9 @@ class Batch:
         self,
         apply: Callable[[], None],
         version: int,
-        checks: Sequence[Request] = (),
+        checks: Sequence[GenerationRequest] = (),
         stale: bool = True,
-    ) -> tuple[float, list[Output]]:
+    ) -> tuple[float, list[GenerationOutput]]:
         """Apply a change between two steps, then run the checks before any other request starts.
 
         With `stale`, the first check also runs before the change, to reveal a cache that outlives
@@ -153,9 +153,9 @@ class Batch:
         self._thread.join(deadline)
 
     def _fail(self, error: BaseException) -> None:
-        """End the engine after its current step, and all waiting calls, with the first error."""
+        """End the engine after its current step, and all waiting calls."""
         with self._changed:
-            self._failure = self._failure or error
+            self._failure = self._failure or error  # the first one: others follow from it
             self._changed.notify_all()
 
     def _run(self, start: Callable[[], Any]) -> None:
@@ -174,17 +174,36 @@ class Batch:
             engine.close()
 
     def _turn(self, engine: Any) -> None:
-        """Wait for work; then apply an update, or start requests and take a step."""
+        """Wait for work; then apply an update, or start requests and take a step.
+
+        The engine is called without the lock: meanwhile, other threads add requests.
+        """
+        begun = []
+        update = None
         with self._changed:
             self._changed.wait_for(
                 lambda: self._waiting or self._running or self._updates or self._failure
             )
-            update = None
             if self._updates and (self._in_flight or not self._running):
                 update = self._updates.popleft()
-            begun = [] if update or self._updates else self._begin()
+            # while an update waits, no request starts, so that the batch drains
+            idle = not update and not self._updates
+            while idle and self._waiting and len(self._running) < self._slots:
+                call, place = self._waiting.popleft()
+                key = str(self._count)
+                self._count += 1
+                self._running[key] = call, place
+                call.versions[place] = self.version
+                begun.append((key, call.requests[place]))
         if update is not None:
-            self._apply(engine, update)
+            update.waited = time.perf_counter() - update.asked
+            self._answer(engine, update.checks[: int(update.stale)])
+            update.apply()
+            outputs = self._answer(engine, update.checks)
+            with self._changed:
+                self.version = update.version  # after the checks: a faulty update is never current
+                update.outputs = outputs
+                self._changed.notify_all()
             return
         for key, request in begun:
             try:
@@ -197,41 +216,19 @@ class Batch:
         if self._running:
             self._deliver(engine.step())
 
-    def _apply(self, engine: Any, update: _Update) -> None:
-        update.waited = time.perf_counter() - update.asked
-        self._answer(engine, update.checks[: int(update.stale)])
-        update.apply()
-        outputs = self._answer(engine, update.checks)
-        with self._changed:
-            self.version = update.version
-            update.outputs = outputs
-            self._changed.notify_all()
-
-    def _answer(self, engine: Any, checks: Sequence[Request]) -> list[Output]:
+    def _answer(self, engine: Any, checks: Sequence[GenerationRequest]) -> list[GenerationOutput]:
         """Return the outputs of the checks; running requests continue meanwhile."""
         keys = [f"check {place}" for place in range(len(checks))]
         for key, request in zip(keys, checks, strict=True):
             engine.add(key, request)
-        outputs: dict[str, Output] = {}
+        outputs: dict[str, GenerationOutput] = {}
         while not outputs.keys() >= set(keys):
             ended = engine.step()
             outputs.update(ended)
             self._deliver(ended)
         return [outputs[key] for key in keys]
 
-    def _begin(self) -> list[tuple[str, Request]]:
-        """Give the free slots to the requests that have waited longest."""
-        begun = []
-        while self._waiting and len(self._running) < self._slots:
-            call, place = self._waiting.popleft()
-            key = str(self._count)
-            self._count += 1
-            self._running[key] = call, place
-            call.versions[place] = self.version
-            begun.append((key, call.requests[place]))
-        return begun
-
-    def _deliver(self, ended: Sequence[tuple[str, Output]]) -> None:
+    def _deliver(self, ended: Sequence[tuple[str, GenerationOutput]]) -> None:
         with self._changed:
             for key, output in ended:
                 if key in self._running:  # otherwise it is a check

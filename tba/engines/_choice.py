@@ -12,16 +12,16 @@ from tba.models.pretrained import Tokenizer
 from tba.types import Sampling
 
 
-def choose(
+def choose_tokens(
     logits: Float[Tensor, "N V"],
     uniform: Float[Tensor, "N R"],
     sampling: Sampling,
 ) -> tuple[Int[Tensor, "N R"], Float[Tensor, "N R"]]:
     """Return R tokens of each distribution, and their log-probs before any reshaping.
 
-    Reshaping is by `explore`, top-k and top-p, in this order. Tokens are found by inverse transform
-    sampling: for a number u in (0, 1], the first token whose cumulative probability is at least u.
-    Temperature 0 is greedy.
+    Reshaping is by `explore`, top-k and top-p, in this order, which is vLLM's. Tokens are found by
+    inverse transform sampling: for a number u in (0, 1], the first token whose cumulative
+    probability is at least u. Temperature 0 is greedy.
     """
     scaled = logits.float() / (sampling.temperature or 1.0)
     total = scaled.logsumexp(-1, keepdim=True)
@@ -32,31 +32,18 @@ def choose(
             p = (scaled - total).exp_()
         else:
             p = (scaled * (sampling.temperature / sampling.explore)).softmax(-1)
-        cumulative = _without_unlikely(p, sampling).cumsum(-1)
-        found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])
+        if 0 < sampling.top_k < p.shape[-1]:
+            least = p.topk(sampling.top_k).values[:, -1:]
+            p = p.masked_fill(p < least, 0.0)
+        if sampling.top_p < 1:  # the smallest set of tokens whose share is top_p
+            ordered, order = p.sort(-1, descending=True)
+            before = ordered.cumsum(-1) - ordered
+            outside = before >= sampling.top_p * p.sum(-1, keepdim=True)
+            p = p.scatter(1, order, ordered.masked_fill(outside, 0.0))
+        cumulative = p.cumsum(-1)
+        found = torch.searchsorted(cumulative, uniform * cumulative[:, -1:])  # p is unnormalised
         tokens = found.clamp_(max=logits.shape[-1] - 1)  # for NaN, it is past the last token
     return tokens, scaled.gather(1, tokens) - total
-
-
-def _without_unlikely(p: Float[Tensor, "N V"], sampling: Sampling) -> Float[Tensor, "N V"]:
-    """Return unnormalised probabilities, with 0 for tokens outside top-k and top-p.
-
-    vLLM applies them in the same order.
-    """
-    if 0 < sampling.top_k < p.shape[-1]:
-        least = p.topk(sampling.top_k).values[:, -1:]
-        p = p.masked_fill(p < least, 0.0)
-    if sampling.top_p < 1:
-        p = _nucleus(p, sampling.top_p)
-    return p
-
-
-def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Float[Tensor, "N V"]:
-    """Zero the probabilities outside the smallest set of tokens whose share is `top_p`."""
-    ordered, order = p.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    outside = before >= top_p * p.sum(-1, keepdim=True)
-    return p.scatter(1, order, ordered.masked_fill(outside, 0.0))
 
 
 class StopStrings:

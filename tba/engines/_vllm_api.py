@@ -26,11 +26,11 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from tba.engines._batch import Output, Request
+from tba.engines._batch import GenerationOutput, GenerationRequest
 from tba.weights import as_tensor
 
 
-class Engine:
+class SteppedEngine:
     """vLLM's engine. It belongs to the thread that creates it."""
 
     def __init__(self, arguments: Mapping[str, Any], device: str, deadline: float):
@@ -44,7 +44,7 @@ class Engine:
         """Adapters that vLLM has, the newest last."""
         self._numbered = 0
 
-    def add(self, key: str, request: Request) -> None:
+    def add(self, key: str, request: GenerationRequest) -> None:
         """Start a request; ValueError, without any change, if vLLM rejects it."""
         adapter = self._adapters[-1] if self._adapters else None
         try:
@@ -54,12 +54,28 @@ class Engine:
             raise ValueError(f"vLLM does not accept a request: {error}") from error
         self._requests[key] = request.scored, adapter, self._engine.get_weight_version()
 
-    def step(self) -> list[tuple[str, Output]]:
+    def step(self) -> list[tuple[str, GenerationOutput]]:
         """Generate one token for each running request; return the outputs of ended ones."""
         with torch.random.fork_rng(devices=[]):  # vLLM draws numbers that it later replaces
             results = self._engine.step()
-        ended = [each for each in results if each.finished]
-        return [(each.request_id, self._output(each)) for each in ended]
+        ended = []
+        for result in (each for each in results if each.finished):
+            (one,) = result.outputs
+            if one.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"a request ended with {one.finish_reason!r}")
+            flat = one.logprobs
+            scored, _, version = self._requests.pop(result.request_id)
+            logp = np.array(flat.logprobs, np.float32)
+            spans = [(span.start, span.version) for span in one.weight_versions]
+            output = GenerationOutput(
+                tokens=np.array(one.token_ids, np.int32),
+                logp=logp[flat.start_indices],  # the sampled token comes first at each position
+                finished=one.finish_reason == "stop",
+                score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
+                switches=tuple((at, int(new)) for at, new in spans if (at, new) != (0, version)),
+            )
+            ended.append((result.request_id, output))
+        return ended
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
@@ -121,22 +137,6 @@ class Engine:
         """Empty the prefix cache. Running requests recompute their tokens."""
         return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
 
-    def _output(self, result: Any) -> Output:
-        (one,) = result.outputs
-        if one.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"a request ended with {one.finish_reason!r}")
-        flat = one.logprobs
-        scored, _, version = self._requests.pop(result.request_id)
-        logp = np.array(flat.logprobs, np.float32)
-        spans = [(span.start, span.version) for span in one.weight_versions]
-        return Output(
-            tokens=np.array(one.token_ids, np.int32),
-            logp=logp[flat.start_indices],  # the sampled token comes first at each position
-            finished=one.finish_reason == "stop",
-            score=math.nan if scored is None else flat.logprobs[flat.token_ids.index(scored)],
-            switches=tuple((at, int(new)) for at, new in spans if (at, new) != (0, version)),
-        )
-
 
 class InProcess(UniProcExecutor):
     """Runs the model in this process, without opening a port."""
@@ -169,7 +169,7 @@ def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
     return LoRARequest(f"version {version}, number {number}", number, str(folder))
 
 
-def _parameters(request: Request) -> SamplingParams:
+def _parameters(request: GenerationRequest) -> SamplingParams:
     sampling = request.sampling
     scored = [] if request.scored is None else [request.scored]
     return SamplingParams(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tba.config.schema import Config
 from tba.config.tables import Positive
 from tba.engines import Engine, SharedLock
-from tba.engines._choice import StopStrings, choose
+from tba.engines._choice import StopStrings, choose_tokens
 from tba.models.forward import (
     EVERYONE,
     NOBODY,
@@ -73,7 +73,8 @@ class Transformers(Engine):
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = bf16 and self.policy.lora is not None
         self.model = load_placed(self.policy, self.device, bf16, dtype)
-        self._batches = threading.Lock()  # one batch at a time
+        # one batch at a time; taken before `_weights`, so that waiting does not hold up an update
+        self._batches = threading.Lock()
         self._stop: StopStrings | None = None  # of the latest batch
         self._weights = SharedLock()  # shared by a running batch, exclusive for `load_weights`
 
@@ -81,8 +82,14 @@ class Transformers(Engine):
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for places, samples in self._divided([len(p) for p in prompts], sampling.samples):
-            uniform = [_uniform(seed, i, sampling)[samples] for i in places]
+        at_once = max(1, self.batch_size // sampling.samples)
+        each = min(sampling.samples, self.batch_size)
+        # prompts of similar length together: less padding
+        order = np.argsort([len(prompt) for prompt in prompts], kind="stable").tolist()
+        batches = product(range(0, len(order), at_once), range(0, sampling.samples, each))
+        for first, start in batches:
+            places = order[first : first + at_once]
+            uniform = [_uniform(seed, i, sampling)[start : start + each] for i in places]
             with self.lend(), self._precision():
                 batch = self._batch([prompts[i] for i in places], uniform, sampling)
             for i, group in zip(places, batch, strict=True):
@@ -119,17 +126,6 @@ class Transformers(Engine):
         """Return the autocast context with which an adapted model matches the trainer."""
         kind = torch.device(self.device).type
         return torch.autocast(kind, torch.bfloat16, enabled=self._autocast)
-
-    def _divided(
-        self, lengths: Sequence[int], samples: int
-    ) -> Iterator[tuple[Sequence[int], slice]]:
-        """Yield the prompts and the samples of each batch; prompts are sorted by length."""
-        prompts = max(1, self.batch_size // samples)
-        each = min(samples, self.batch_size)
-        order = np.argsort(lengths, kind="stable").tolist()
-        for first in range(0, len(order), prompts):
-            for start in range(0, samples, each):
-                yield order[first : first + prompts], slice(start, start + each)
 
     @torch.inference_mode()
     def _gap(self, probe: Probe) -> float:
@@ -218,7 +214,7 @@ class Transformers(Engine):
         size = states_at_once(self.model)
         chunks = []
         for states, numbers in zip(hidden.split(size), uniform.split(size), strict=True):
-            chunks.append(choose(logits_of(self.model, states), numbers, sampling))
+            chunks.append(choose_tokens(logits_of(self.model, states), numbers, sampling))
         tokens, logp = zip(*chunks, strict=True)
         return torch.cat(tokens), torch.cat(logp)
 

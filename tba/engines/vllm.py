@@ -19,13 +19,13 @@ from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.config.tables import OFF, SamplingTable
 from tba.engines import Engine
-from tba.engines._batch import Batch, Output, Request
+from tba.engines._batch import GenerationOutput, GenerationRequest, RunningBatch
 from tba.models import model_path
 from tba.models.forward import check_compiler
 from tba.models.lora import empty_adapted, save_adapter
 from tba.models.pretrained import load_empty_model
 from tba.types import Completion, Sampling, Turn
-from tba.weights import Probe, Weights, as_tensor, check_same_model
+from tba.weights import Weights, as_tensor, check_same_model
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
@@ -153,7 +153,7 @@ class VLLM(Engine):
         self._engine: Any = None
         self._emptied = False  # asleep, and without weights
         at_once = self.in_flight or lora is not None
-        self._batch = Batch(self._start, self.max_num_seqs, at_once, self.deadline)
+        self._batch = RunningBatch(self._start, self.max_num_seqs, at_once, self.deadline)
 
     @property
     def version(self) -> int:
@@ -179,7 +179,13 @@ class VLLM(Engine):
     def load_weights(self, weights: Weights) -> float | None:
         check_same_model(self._model, weights.arrays, "the weights are of")
         probe = weights.probe
-        checks = [] if probe is None else self._scores(probe)
+        checks = []  # each scores a token of the probe's response given all tokens before it
+        if probe is not None:
+            once = Sampling(1, probe.temperature, 1)
+            context = probe.prompt_tokens.tolist()
+            for place, token in enumerate(probe.tokens.tolist()):
+                checks.append(self._request(context, once, place, token))
+                context = [*context, token]
         update = partial(self._update, weights)
         stale = not self._emptied
         waited, outputs = self._batch.update(update, weights.version, checks, stale)
@@ -208,7 +214,9 @@ class VLLM(Engine):
             warnings.simplefilter("ignore")  # from vLLM's imports
             from tba.engines import _vllm_api as api
 
-            self._engine = engine = api.Engine(self._arguments(api), self.device, self.deadline)
+            self._engine = engine = api.SteppedEngine(
+                self._arguments(api), self.device, self.deadline
+            )
         lora = self.policy.lora
         if lora is not None and lora.start is not None:
             engine.load_adapter(Path(lora.start).expanduser(), version=0)
@@ -255,8 +263,8 @@ class VLLM(Engine):
 
     def _request(
         self, prompt: list[int], sampling: Sampling, seed: int, scored: int | None = None
-    ) -> Request:
-        return Request(prompt, sampling, seed, sorted(self.text.eos_ids), scored)
+    ) -> GenerationRequest:
+        return GenerationRequest(prompt, sampling, seed, sorted(self.text.eos_ids), scored)
 
     def _update(self, weights: Weights) -> None:
         """Load the weights, in the engine's thread."""
@@ -270,16 +278,6 @@ class VLLM(Engine):
                 tensors = {name: as_tensor(array) for name, array in weights.arrays.items()}
                 save_adapter(self._model, tensors, Path(folder))
                 self._engine.load_adapter(Path(folder), weights.version)
-
-    def _scores(self, probe: Probe) -> list[Request]:
-        """Return requests that score each token of the probe's response given all before it."""
-        sampling = Sampling(1, probe.temperature, 1)
-        context = probe.prompt_tokens.tolist()
-        requests = []
-        for place, token in enumerate(probe.tokens.tolist()):
-            requests.append(self._request(context, sampling, place, token))
-            context = [*context, token]
-        return requests
 
 
 def check_sampling(sampling: SamplingTable) -> None:
@@ -302,7 +300,7 @@ def check_sampling(sampling: SamplingTable) -> None:
         )
 
 
-def _completion(output: Output, version: int) -> Completion:
+def _completion(output: GenerationOutput, version: int) -> Completion:
     """Return a completion; its version is the version of its first token."""
     switches = output.switches
     if switches and switches[0][0] == 0:

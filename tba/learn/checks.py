@@ -1,19 +1,19 @@
 """Checks of a policy before its first step and of losses; warm-up of compiled layers."""
 
 from collections.abc import Container, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
-from tba.learn.plan import Layout
+from tba.learn.layouts import Layout
 from tba.learn.policy import Policy, token_logp
 from tba.models.forward import check_logits, takes_masks
 from tba.objectives import Loss
-from tba.types import TokenBatch, collate_tokens
+from tba.types import collate_tokens
 
 OWN = ("loss", "step", "time", "requested")
 """Names of metrics that an objective cannot use."""
@@ -61,24 +61,22 @@ def check_lengths(
 def _gap(
     policy: Policy, prompts: Sequence[np.ndarray], tokens: int, layout: Layout | None
 ) -> float:
-    """Return the mean difference of log-probs in a batch and alone, the larger of two."""
+    """Return the mean difference of log-probs in a batch and alone, the larger of two.
+
+    Alone, they are computed as transformers does for one sequence.
+    """
     longer = np.resize(np.concatenate(prompts), tokens)
     responses = [longer, longer[: min(SHORT, (tokens + 1) // 2)]]
     logp = policy(collate_tokens(prompts, [responses, responses[::-1]]), layout).logp[:, 1]
     gaps = []
     for prompt, response, row in zip(prompts, responses[::-1], logp, strict=True):
-        alone = _alone(policy, prompt, response)
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(policy.device)
+        with policy.precision():
+            output = policy.model.base_model(input_ids=ids[None], use_cache=False)
+            states = output.last_hidden_state[0, len(prompt) - 1 : -1]
+            alone, _ = token_logp(policy.model, states, ids[len(prompt) :], policy.temperature)
         gaps.append(float((row[: len(alone)] - alone).abs().mean()))
     return float(np.max(gaps))  # NaN if either is
-
-
-def _alone(policy: Policy, prompt: np.ndarray, response: np.ndarray) -> Float[Tensor, " T"]:
-    """Return the log-probs of a response as transformers computes them for one sequence."""
-    ids = torch.from_numpy(np.concatenate([prompt, response])).long().to(policy.device)
-    with policy.precision():
-        output = policy.model.base_model(input_ids=ids[None], use_cache=False)
-        states = output.last_hidden_state[0, len(prompt) - 1 : -1]
-        return token_logp(policy.model, states, ids[len(prompt) :], policy.temperature)[0]
 
 
 def warm_up(policy: Policy, context: int) -> None:
@@ -88,15 +86,31 @@ def warm_up(policy: Policy, context: int) -> None:
     run would see other sizes first. Therefore layers are compiled for fixed sizes, and never again:
     inputs that no graph covers, such as a single prompt, run without compilation.
     """
-    layouts: tuple[Layout, ...] = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
+    layouts: tuple[Layout, ...] = ("plain",)
+    if policy.share_prompt:
+        layouts = ("packed", "cached") if takes_masks(policy.model) else ("cached",)
+    limit = LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    size = SAMPLES, min(RESPONSE[policy.device.type], context - PROMPT)
     torch.compiler.set_stance("default")
     shapes: Any = torch.fx.experimental._config
     equal_by_chance = shapes.patch(use_duck_shape=False)  # equal sizes are not assumed equal
     try:
         with torch._dynamo.config.patch(recompile_limit=64), equal_by_chance:
-            for shorter in (PROMPT, SHORTER):  # without padding, some attention takes no mask
-                for layout in layouts if policy.share_prompt else ("plain",):
-                    _compare_compiled(policy, _warm_up_batch(policy, context, shorter), layout)
+            # prompts of equal length need no padding, and some attention then takes no mask
+            for shorter, layout in product((PROMPT, SHORTER), layouts):
+                rng = np.random.default_rng(0)
+                prompts = [
+                    rng.integers(vocabulary, size=n, dtype=np.int32) for n in (PROMPT, shorter)
+                ]
+                responses = rng.integers(vocabulary, size=(2, *size), dtype=np.int32)
+                batch = collate_tokens(prompts, [list(group) for group in responses])
+                compiled = policy(batch, layout).logp
+                compiled.sum().backward()
+                with torch.no_grad():  # layers are compiled for passes with gradients only
+                    gap = (policy(batch, layout).logp - compiled).abs().sum() / batch.mask.sum()
+                if not gap <= limit:
+                    raise RuntimeError(f"log-probs differ by {float(gap):.3g} nats on average")
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -105,26 +119,6 @@ def warm_up(policy: Policy, context: int) -> None:
         ) from error
     torch.compiler.set_stance("eager_on_recompile")
     policy.zero_grad(set_to_none=True)
-
-
-def _compare_compiled(policy: Policy, batch: TokenBatch, layout: Layout) -> None:
-    """Run forward and backward; RuntimeError if log-probs differ from uncompiled ones."""
-    compiled = policy(batch, layout).logp
-    compiled.sum().backward()
-    with torch.no_grad():  # layers are compiled for passes with gradients only
-        gap = float((policy(batch, layout).logp - compiled).abs().sum() / batch.mask.sum())
-    if not gap <= (LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32):
-        raise RuntimeError(f"log-probs differ by {gap:.3g} nats on average")
-
-
-def _warm_up_batch(policy: Policy, context: int, shorter: int) -> TokenBatch:
-    """Return fixed random responses to two prompts."""
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    tokens = min(RESPONSE[policy.device.type], context - PROMPT)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(vocabulary, size=n, dtype=np.int32) for n in (PROMPT, shorter)]
-    responses = rng.integers(vocabulary, size=(2, SAMPLES, tokens), dtype=np.int32)
-    return collate_tokens(prompts, [list(group) for group in responses])
 
 
 def checked_loss(objective: str, returned: Any, groups: int, taken: Container[str]) -> Loss:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tba.learn.plan import Layout, Plan, cut, pack, plan_of
+from tba.learn.layouts import Layout, Plan, cut, pack, plan_of
 from tba.models.forward import (
     attention_mask,
     check_logits,
@@ -29,7 +29,7 @@ ROWS_AT_ONCE = 2**13
 """Rows of the weight's gradient that are computed at once."""
 
 
-class Output(NamedTuple):
+class PolicyOutput(NamedTuple):
     """Output of a policy for a batch: a tuple, because module hooks look for tensors in tuples."""
 
     logp: Float[Tensor, "B K T"]
@@ -46,6 +46,20 @@ class Output(NamedTuple):
     def differentiable(self) -> list[Tensor]:
         """Return the tensors that a loss depends on."""
         return [self.logp] if self.head is None else [self.logp, self.head]
+
+    @staticmethod
+    def concatenate(pieces: "Sequence[PolicyOutput]") -> "PolicyOutput":
+        """Join pieces along K. A head on the prompt has the same output for each of them."""
+        head = pieces[0].head
+        if head is not None and head.ndim > 1:
+            head = torch.cat([each.head for each in pieces if each.head is not None], 1)
+        return PolicyOutput(
+            logp=torch.cat([each.logp for each in pieces], 1),
+            entropy=torch.cat([each.entropy for each in pieces], 1),
+            head=head,
+            tokens=sum(each.tokens for each in pieces),
+            padding=sum(each.padding for each in pieces),
+        )
 
 
 class Hidden(NamedTuple):
@@ -92,7 +106,7 @@ class Policy(nn.Module):
         return next(self.model.parameters()).device
 
     def logp(self, batch: TokenBatch, temperature: float | None = None) -> Float[Tensor, "B K T"]:
-        output: Output = self(batch, temperature=temperature)
+        output: PolicyOutput = self(batch, temperature=temperature)
         return output.logp
 
     def forward(
@@ -101,7 +115,7 @@ class Policy(nn.Module):
         layout: Layout | None = None,
         temperature: float | None = None,
         passes: int = 0,
-    ) -> Output:
+    ) -> PolicyOutput:
         """Return log-probability and entropy at each sampled token, and the head's output.
 
         Equal responses of a group run once. Indices are computed from the batch on the CPU, so that
@@ -121,7 +135,7 @@ class Policy(nn.Module):
         read = self._read(hidden, batch, places)
         if read is not None and read.ndim == 3:
             read = _of_alike(read, plan.alike)
-        return Output(
+        return PolicyOutput(
             logp=_of_alike(_padded(logp, places, batch), plan.alike),
             entropy=_of_alike(_padded(entropy, places, batch), plan.alike),
             head=read,
@@ -164,7 +178,7 @@ class Policy(nn.Module):
         return Hidden(states[:, : batch.prompt_mask.shape[1]], states[row, column], packed.places)
 
     def _cached(self, plan: Plan) -> Hidden:
-        """Run each prompt once, then responses of similar length together."""
+        """Run each prompt once, then responses of similar length together, with its cache."""
         batch = plan.batch
         k, t = batch.tokens.shape[1:]
         moved = batch.to(self.device)
@@ -178,37 +192,26 @@ class Policy(nn.Module):
         states = [prompt.last_hidden_state[self._here(first), -1]]
         places = [(first * k + of) * t]
         for rows in plan.passes:
-            following, own = self._following(batch, rows, prompt.past_key_values)
-            states.append(following)
-            places.append(own)
+            # an empty pass runs one token, because other ranks run a pass: no state is kept
+            chosen = torch.tensor(rows or [0])
+            group = chosen // k
+            present = batch.present.flatten(0, 1)[chosen]
+            length = int(present.sum(-1).max()) if rows else 2
+            prompt_mask = batch.prompt_mask[group]
+            visible = torch.cat([prompt_mask, present[:, : length - 1]], 1)
+            position = prompt_mask.sum(1)[:, None] + torch.arange(length - 1)
+            output = self.model.base_model(
+                input_ids=self._here(batch.tokens.flatten(0, 1)[chosen, : length - 1]),
+                attention_mask=self._here(visible.long()),
+                position_ids=self._here(position),
+                past_key_values=select(prompt.past_key_values, self._here(group)),
+                use_cache=True,
+            )
+            sampled = batch.mask.flatten(0, 1)[chosen, 1:length]
+            row, column = (sampled if rows else sampled[:0]).nonzero(as_tuple=True)
+            states.append(output.last_hidden_state[self._here(row), self._here(column)])
+            places.append(chosen[row] * t + column + 1)
         return Hidden(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
-
-    def _following(
-        self, batch: TokenBatch, rows: Sequence[int], cache: Any
-    ) -> tuple[Float[Tensor, "M D"], Int[Tensor, " M"]]:
-        """Return the states that predict these responses' sampled tokens, and the tokens' places.
-
-        Without responses, one token runs, and no state is returned.
-        """
-        t = batch.tokens.shape[2]
-        chosen = torch.tensor(rows or [0])
-        group = chosen // batch.samples
-        present = batch.present.flatten(0, 1)[chosen]
-        length = int(present.sum(-1).max()) if rows else 2
-        prompt_mask = batch.prompt_mask[group]
-        visible = torch.cat([prompt_mask, present[:, : length - 1]], 1)
-        position = prompt_mask.sum(1)[:, None] + torch.arange(length - 1)
-        output = self.model.base_model(
-            input_ids=self._here(batch.tokens.flatten(0, 1)[chosen, : length - 1]),
-            attention_mask=self._here(visible.long()),
-            position_ids=self._here(position),
-            past_key_values=select(cache, self._here(group)),
-            use_cache=True,
-        )
-        sampled = batch.mask.flatten(0, 1)[chosen, 1:length]
-        row, column = (sampled if rows else sampled[:0]).nonzero(as_tuple=True)
-        states = output.last_hidden_state[self._here(row), self._here(column)]
-        return states, chosen[row] * t + column + 1
 
     def _plain(self, plan: Plan) -> Hidden:
         """Run a row for each prompt and for each response, or each context of a response."""

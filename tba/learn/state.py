@@ -18,20 +18,19 @@ from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
 from tba.models.pretrained import load_model
-from tba.weights import TensorFile, check_same_model, in_memory, stored_in, trained, whole
+from tba.models.tensor_files import INDEX, WEIGHTS, TensorFile, in_memory, stored_in, weight_files
+from tba.weights import check_same_model, trained, whole
 
 MODEL = "model"
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 HEAD = "head.safetensors"
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
 RNG = "torch_rng"
 FINGERPRINT_ELEMENTS = 1024
 """Elements of each parameter that a fingerprint samples: training changes some of them."""
 
 
-def save(
+def save_state(
     folder: Path,
     policy: Policy,
     optimizer: Optimizer,
@@ -45,22 +44,22 @@ def save(
     All ranks of a trainer call this and gather each tensor; each rank keeps and writes some.
     """
     model = policy.model
-    part = Part(rank, ranks)
+    shard = CheckpointShard(rank, ranks)
     adapted = is_adapted(model)
     # the files of a mixture of experts have other tensors than the model
     converted = not adapted and bool(vars(model).get("_weight_conversions"))
     together = adapted or converted  # PEFT reads one file
     tensors = trained(model) if adapted else _distinct(model)
     total = sum(t.numel() * t.element_size() for t in tensors.values())
-    weights, owners = part.take(tensors, together)
+    weights, owners = shard.take(tensors, together)
     readout = {} if policy.readout is None else policy.readout.state_dict()
-    head, _ = part.take(readout, together=True)
+    head, _ = shard.take(readout, together=True)
     states = {}
     for name, parameter in policy.named_parameters():
         # the same order in a resumed run, so that the same rank writes the same tensors
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
             states[f"{name}:{kind}"] = torch.as_tensor(value)
-    moments, _ = part.take(states)
+    moments, _ = shard.take(states)
     if rank == 0:
         moments[RNG] = torch.get_rng_state()
     about = {"first_model": first_model, "schedule": schedule.state_dict(), "converted": converted}
@@ -69,12 +68,12 @@ def save(
     def write() -> None:
         # runs in another thread, where `model.state_dict` would reshard tensors of a running pass
         if ranks > 1 and not together:
-            _write_part(folder, model, weights, owners, part, total)
+            _write_shard(folder, model, weights, owners, shard, total)
         elif adapted and rank == 0:
             save_adapter(model, weights, folder / MODEL)
         elif rank == 0:
             model.save_pretrained(folder / MODEL, state_dict=weights)
-        save_file(moments, folder / part.file(OPTIMIZER))
+        save_file(moments, folder / shard.file(OPTIMIZER))
         if head:
             save_file(head, folder / HEAD)
         if rank == 0:
@@ -83,7 +82,7 @@ def save(
     return write
 
 
-class Part:
+class CheckpointShard:
     """Part of a checkpoint that a rank writes: whole tensors."""
 
     def __init__(self, rank: int, ranks: int):
@@ -126,36 +125,36 @@ def _distinct(model: Any) -> dict[str, Tensor]:
     return {name: t for name, t in state.items() if name in first or name not in every}
 
 
-def _write_part(
+def _write_shard(
     folder: Path,
     model: Any,
     weights: dict[str, Tensor],
     owners: Mapping[str, int],
-    part: Part,
+    shard: CheckpointShard,
     total: int,
 ) -> None:
     """Write this rank's tensors of a model; rank 0 also writes the config and the index.
 
     All ranks together write `total` bytes.
     """
-    if part.rank > 0:
+    if shard.rank > 0:
         (folder / MODEL).mkdir(exist_ok=True)
-        save_file(weights, folder / MODEL / part.file(WEIGHTS), {"format": "pt"})
+        save_file(weights, folder / MODEL / shard.file(WEIGHTS), {"format": "pt"})
         return
     # `save_pretrained` deletes other ranks' files in its folder, and does not number one file
     aside = folder / f".{MODEL}"
     model.save_pretrained(aside, state_dict=weights, max_shard_size=total + 1)
     (folder / MODEL).mkdir(exist_ok=True)
     for file in aside.iterdir():
-        name = part.file(WEIGHTS) if file.name == WEIGHTS else file.name
+        name = shard.file(WEIGHTS) if file.name == WEIGHTS else file.name
         file.rename(folder / MODEL / name)
     aside.rmdir()
-    files = {name: part.file(WEIGHTS, owner) for name, owner in owners.items()}
+    files = {name: shard.file(WEIGHTS, owner) for name, owner in owners.items()}
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / MODEL / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
 
 
-def load(
+def load_state(
     folder: Path, policy: Policy, optimizer: Optimizer, schedule: Any, first_model: str
 ) -> None:
     """Restore model, head, optimizer, schedule and PyTorch's random state.
@@ -223,6 +222,4 @@ def stored_model(folder: Path) -> dict[str, TensorFile]:
         return {own_name(name): stored for name, stored in stored_in([adapter]).items()}
     if read_json(folder / TRAINER).get("converted"):
         return in_memory(_distinct(load_model(PolicyTable(model=str(folder / MODEL)), "auto")))
-    index = folder / MODEL / INDEX
-    names = json.loads(index.read_text("utf-8"))["weight_map"].values() if index.is_file() else ()
-    return stored_in([folder / MODEL / name for name in set(names) or {WEIGHTS}])
+    return stored_in(weight_files(folder / MODEL))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +17,18 @@ from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.engines import engine_in_bf16
 from tba.errors import NotFinite, WrongReference
-from tba.learn import TrainerSizes, plan, publish, state, unchanged
+from tba.learn import TrainerSizes, publish, state, unchanged
 from tba.learn.checks import check_lengths, checked_loss, warm_up
+from tba.learn.micro_batches import (
+    MicroBatch,
+    Shape,
+    filler,
+    imbalance,
+    split_batch,
+    split_responses,
+)
 from tba.learn.optimizer import Sums, build_optimizer, learning_rate
-from tba.learn.policy import Output, Policy
+from tba.learn.policy import Policy, PolicyOutput
 from tba.models.forward import compile_layers, enable_gradient_checkpointing, takes_masks
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
@@ -62,12 +70,6 @@ class TrainerSetup:
         Without a transport, searchers are in this process.
         """
         torch.manual_seed(seed_of(self.config.run.seed, Use.TORCH))  # a checkpoint keeps its state
-        ranks = 1 if rank is None else self.config.trainer.devices
-        policy = self._policy(device, rank)
-        return SingleTrainer(self, policy, rank or 0, ranks, gather, transport or Direct())
-
-    def _policy(self, device: str, rank: int | None) -> Policy:
-        """Load the model as a policy; one of several ranks keeps its shard."""
         table = self.config.policy
         settings = self.config.trainer
         bf16 = computes_in_bf16(table, device)
@@ -78,7 +80,7 @@ class TrainerSetup:
             model = load_placed(table, device, bf16, dtype, seed=adapter_seed)
         else:
             model, stored = load_for_ranks(table, device, bf16, dtype, adapter_seed)
-        if settings.compile:
+        if settings.compile:  # before checkpointing, which wraps the compiled layers
             compile_layers(model)
         if table.gradient_checkpointing:
             enable_gradient_checkpointing(model)
@@ -93,13 +95,14 @@ class TrainerSetup:
             warm_up(policy, self.context)
         if rank is not None:
             shard(policy, model, device, bf16, settings.devices)
-            if stored is not None:
+            if stored is not None:  # after sharding: a rank allocates and reads only its part
                 fill_model(policy, model, stored, device)
         samples = self.config.engine.use == "transformers"
         check_lengths(policy, self.extremes, self.config.sampling.max_tokens, samples)
-        if rank is not None:
-            reshard(policy)
-        return policy
+        if rank is None:
+            return SingleTrainer(self, policy, gather=gather, transport=transport or Direct())
+        reshard(policy)  # the checks have left all layers gathered
+        return SingleTrainer(self, policy, rank, settings.devices, gather, transport or Direct())
 
 
 class MicroBatchResult(NamedTuple):
@@ -149,17 +152,27 @@ class SingleTrainer:
         started = time.perf_counter()
         # with several ranks, the others wait for one that fails: nothing can be saved
         with unchanged(step) if self.ranks == 1 else nullcontext():
-            _check_finite(batch, step)
+            for name in ("reward", "ref_logp", "behavior_logp"):  # `value` may be NaN: no estimate
+                if not batch.tensors()[name].isfinite().all():
+                    raise NotFinite(
+                        f"step {step + 1}: {name} of the batch is not finite; fix the reward or the"
+                        " engine"
+                    )
             objective = self.setup.objective.at(step)
-            slots = self.slots(batch)
+            parts = self.micro_batches(batch)
             self.optimizer.zero_grad(set_to_none=True)
             self.sums.parts.clear()
-            ran = self.gather([self._backward(slot, batch, objective) for slot in slots])
-            metrics = _mean([each.metrics for each in ran if each.metrics])
+            results = self.gather([self._backward(part, batch, objective) for part in parts])
+            found = [each.metrics for each in results if each.metrics]
+            # a mean over all groups does not depend on their division into micro-batches
+            means = [torch.cat([each[name].double() for each in found]).mean() for name in found[0]]
+            # one transfer: each of them waits for the GPU
+            metrics = dict(zip(found[0], torch.stack(means).tolist(), strict=True))
             self._check_reference(metrics.pop("from_ref"), step)
-            metrics["batch/padding"] = sum(r.padding for r in ran) / sum(r.tokens for r in ran)
+            tokens = sum(each.tokens for each in results)
+            metrics["batch/padding"] = sum(each.padding for each in results) / tokens
             if self.ranks > 1:
-                metrics["batch/imbalance"] = plan.imbalance(batch, slots, self.policy.share_prompt)
+                metrics["batch/imbalance"] = imbalance(batch, parts, self.policy.share_prompt)
             metrics["grad_norm"] = self._clip(step, metrics)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -183,11 +196,11 @@ class SingleTrainer:
             published_bytes=numbers * (2 if self.bf16_weights else 4),
         )
 
-    def slots(self, batch: Batch) -> list[plan.Slot]:
-        """Return the slots of a batch over all ranks; every rank computes the same."""
-        return plan.slots(
+    def micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Divide a batch over all ranks; every rank computes the same."""
+        return split_batch(
             batch,
-            self.setup.config.trainer.token_budget,
+            self.setup.config.trainer.pass_tokens,
             self.ranks,
             self.policy.share_prompt,
             takes_masks(self.policy.model),
@@ -217,54 +230,57 @@ class SingleTrainer:
         return Publication(version, None)
 
     def save(self, folder: Path) -> Callable[[], None]:
-        return state.save(
+        return state.save_state(
             folder, self.policy, self.optimizer, self.schedule, self._first_model, self.rank,
             self.ranks,
         )  # fmt: skip
 
     def load(self, folder: Path) -> None:
-        state.load(folder, self.policy, self.optimizer, self.schedule, self._first_model)
+        state.load_state(folder, self.policy, self.optimizer, self.schedule, self._first_model)
 
-    def _backward(self, slot: plan.Slot, batch: Batch, objective: Objective) -> "MicroBatchResult":
-        """Add the gradients of sum(loss) / B for this rank's groups in the slot.
+    def _backward(self, part: MicroBatch, batch: Batch, objective: Objective) -> "MicroBatchResult":
+        """Add the gradients of sum(loss) / B for this rank's groups in the micro-batch.
 
         A group above the token budget runs in pieces of its responses, but a loss needs the whole
         group. So all pieces run once for their log-probs, and once more to backpropagate the loss's
         gradient with respect to these: only one piece has its activations in memory. A rank without
         a group runs a short response along with the other ranks; its gradient is 0.
         """
-        groups = slot.groups[self.rank]
+        groups = part.groups[self.rank]
         chunk = batch.groups(groups) if groups else None
-        if chunk is not None and len(slot.shapes) == 1:
-            return self._loss_of(self._forward(chunk, slot.shapes[0]), chunk, batch, objective)
-        budget = self.setup.config.trainer.token_budget
-        shared = self.policy.share_prompt
-        pieces = [] if chunk is None else list(plan.pieces(chunk, budget, shared))
-        missing = len(slot.shapes) - len(pieces)
-        runs = list(zip(pieces + [plan.filler(batch)] * missing, slot.shapes, strict=True))
-        ran = MicroBatchResult({}, 0, 0)
-        slopes: list[list[Tensor]] = []
-        if len(slot.shapes) > 1:
+        if chunk is not None and len(part.shapes) == 1:
+            return self._loss_of(self._forward(chunk, part.shapes[0]), chunk, batch, objective)
+        pieces: list[Batch] = []
+        if chunk is not None:
+            budget = self.setup.config.trainer.pass_tokens
+            pieces += split_responses(chunk, budget, self.policy.share_prompt)
+        # each pass is a collective of all ranks, so that the number of passes must be the same
+        fillers = [filler(batch)] * (len(part.shapes) - len(pieces))
+        runs = list(zip(pieces + fillers, part.shapes, strict=True))
+        result = MicroBatchResult({}, 0, 0)
+        leaves: list[list[Tensor]] = [[] for _ in runs]
+        if len(runs) > 1:
             with torch.no_grad():
                 outputs = [self._forward(piece, shape) for piece, shape in runs]
+            leaves = [[t.requires_grad_() for t in each.differentiable()] for each in outputs]
             if chunk is not None:
-                joined = _joined(outputs[: len(pieces)])
-                for tensor in joined.differentiable():
-                    tensor.requires_grad_()
-                ran = self._loss_of(joined, chunk, batch, objective)
-                slopes = _slopes(joined, [piece.samples for piece in pieces])
-        for place, (piece, shape) in enumerate(runs):
-            found = self._forward(piece, shape).differentiable()
-            nothing = [torch.zeros_like(tensor) for tensor in found]
-            torch.autograd.backward(found, slopes[place] if place < len(slopes) else nothing)
-        return ran
+                whole = PolicyOutput.concatenate(outputs[: len(pieces)])
+                result = self._loss_of(whole, chunk, batch, objective)
+        for (piece, shape), own in zip(runs, leaves, strict=True):
+            again = self._forward(piece, shape).differentiable()
+            # no gradient: a filler, or a head on the prompt, which the first piece stands for
+            slopes = [leaf.grad for leaf in own] or [None] * len(again)
+            pairs = zip(again, slopes, strict=True)
+            given = [torch.zeros_like(t) if slope is None else slope for t, slope in pairs]
+            torch.autograd.backward(again, given)
+        return result
 
-    def _forward(self, piece: Batch, shape: plan.Shape) -> Output:
-        output: Output = self.policy(piece, layout=shape.layout, passes=shape.passes)
+    def _forward(self, piece: Batch, shape: Shape) -> PolicyOutput:
+        output: PolicyOutput = self.policy(piece, layout=shape.layout, passes=shape.passes)
         return output
 
     def _loss_of(
-        self, output: Output, chunk: Batch, batch: Batch, objective: Objective
+        self, output: PolicyOutput, chunk: Batch, batch: Batch, objective: Objective
     ) -> "MicroBatchResult":
         """Compute the loss of whole groups, backpropagate it, and return each group's metrics."""
         moved = chunk.to(output.logp.device)
@@ -307,42 +323,6 @@ class SingleTrainer:
         return norms[0]
 
 
-def _check_finite(batch: Batch, step: int) -> None:
-    for name in ("reward", "ref_logp", "behavior_logp"):  # `value` may be NaN: no estimate
-        if not batch.tensors()[name].isfinite().all():
-            raise NotFinite(
-                f"step {step + 1}: {name} of the batch is not finite; fix the reward or the engine"
-            )
-
-
-def _joined(outputs: Sequence[Output]) -> Output:
-    """Concatenate pieces along K. A head on the prompt has the same output for each of them."""
-    head = outputs[0].head
-    if head is not None and head.ndim > 1:
-        head = torch.cat([output.head for output in outputs if output.head is not None], 1)
-    return Output(
-        logp=torch.cat([output.logp for output in outputs], 1),
-        entropy=torch.cat([output.entropy for output in outputs], 1),
-        head=head,
-        tokens=sum(output.tokens for output in outputs),
-        padding=sum(output.padding for output in outputs),
-    )
-
-
-def _slopes(joined: Output, samples: Sequence[int]) -> list[list[Tensor]]:
-    """Return the gradients with respect to each piece's outputs; they add up to the group's."""
-    slopes: list[list[Tensor]] = [[] for _ in samples]
-    for tensor in joined.differentiable():
-        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        if tensor.ndim > 1:
-            parts = gradient.split(list(samples), dim=1)
-        else:  # a head on the prompt, which is the same in each piece
-            parts = (gradient, *[torch.zeros_like(gradient)] * (len(samples) - 1))
-        for own, part in zip(slopes, parts, strict=True):
-            own.append(part)
-    return slopes
-
-
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:
     """Return metrics of each group, [B], with TRL's names where TRL has them.
 
@@ -370,10 +350,3 @@ def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -
         "off_policy/log_ratio": moved.abs().mean(1),
         "off_policy/ess": 1 / (batch.samples * squared_weights),
     }
-
-
-def _mean(chunks: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Return each metric's mean over all groups, regardless of the division into chunks."""
-    values = [torch.cat([chunk[name].double() for chunk in chunks]).mean() for name in chunks[0]]
-    means = torch.stack(values).tolist()  # one transfer: each of them waits for the GPU
-    return dict(zip(chunks[0], means, strict=True))

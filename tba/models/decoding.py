@@ -1,7 +1,7 @@
 """Responses as text: the only place where tokens of the policy become text."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,21 +12,21 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return all tokens as text, special tokens included; spaces are not cleaned up."""
-    shown = tokenizer.convert_tokens_to_string
-    runs = groupby(tokenizer.convert_ids_to_tokens(ids), lambda token: token is None)
-    return "".join(INCOMPLETE * len([*run]) if lost else shown(_whole(run)) for lost, run in runs)
+    """Return all tokens as text, special tokens included; spaces are not cleaned up.
 
-
-def _whole(tokens: Iterable[Any]) -> list[Any]:
-    """Return tokens with invalid bytes replaced by INCOMPLETE: they would spoil adjacent ones."""
+    Invalid bytes are replaced by INCOMPLETE, because they would spoil adjacent tokens.
+    """
     whole: list[Any] = []
-    for is_byte, run in groupby(tokens, lambda token: BYTE.fullmatch(str(token)) is not None):
+    for is_byte, run in groupby(
+        tokenizer.convert_ids_to_tokens(ids), lambda token: bool(BYTE.fullmatch(str(token)))
+    ):
         if is_byte:
             text = bytes(int(token[3:5], 16) for token in run).decode(errors="replace")
             run = iter([f"<0x{byte:02X}>" for byte in text.encode()])
         whole += run
-    return whole
+    shown = tokenizer.convert_tokens_to_string
+    runs = groupby(whole, lambda token: token is None)
+    return "".join(INCOMPLETE * len([*run]) if lost else shown([*run]) for lost, run in runs)
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:

@@ -98,7 +98,13 @@ def load_adapted(
     if bf16:
         _round_frozen(model)
     if quantised is not None:
-        _keep_exact(model)
+        from bitsandbytes.nn import Linear4bit
+
+        # in eval mode, bitsandbytes repacks them on some CPUs, with other results and without
+        # gradients
+        for module in model.modules():
+            if isinstance(module, Linear4bit):
+                module.train()
     if policy.lora.start is not None:
         start = read_adapter(Path(policy.lora.start).expanduser())
         model.load_state_dict(start, strict=False)
@@ -306,18 +312,6 @@ def _round_frozen(model: Any) -> None:
     round_linear(model)
     for layer in _layers(model):
         layer.cast_input_dtype_enabled = False  # PEFT's conversion, which autocast would undo
-
-
-def _keep_exact(model: Any) -> None:
-    """Keep 4-bit layers as they were loaded.
-
-    In eval mode, bitsandbytes repacks them on some CPUs, with other results and without gradients.
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.train()
 
 
 @torch.no_grad()

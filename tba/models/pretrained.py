@@ -49,7 +49,11 @@ class Tokenizer:
     def encode(self, prompt: Prompt, checked: Roles = None) -> np.ndarray:
         """Return the tokens of a prompt; chat messages go through the chat template."""
         if isinstance(prompt.text, str):
-            ids = self._open(prompt.text)
+            ids = self.tokenizer(prompt.text)["input_ids"]
+            if ids and ids[-1] in self.eos_ids:  # some tokenizers append an EOS
+                own = self.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+                while ids and ids[-1] in self.eos_ids and ids[-len(own) :] != own:
+                    ids = ids[:-1]
         elif self.tokenizer.chat_template is None:
             raise ValueError(
                 f"prompt {prompt.id!r} is chat messages, but the tokenizer has no chat template;"
@@ -66,15 +70,6 @@ class Tokenizer:
                 f"prompt {prompt.id!r} is empty, without a token; remove the row, or add text"
             )
         return np.asarray(ids, np.int32)
-
-    def _open(self, text: str) -> list[int]:
-        """Return the tokens of a text without an EOS that the tokenizer appends."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        if ids and ids[-1] in self.eos_ids:
-            own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            while ids and ids[-1] in self.eos_ids and ids[-len(own) :] != own:
-                ids = ids[:-1]
-        return ids
 
     def check_known(self, tokens: np.ndarray, what: str) -> None:
         """Raise ValueError if the model has no embedding for a token; `what` names its source."""
@@ -171,7 +166,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
         return AutoTokenizer.from_pretrained(path, **sources(path, remote_code)), config
 
 
-def folder_of(path: str) -> Path:
+def model_folder(path: str) -> Path:
     """Return the folder of a model, which may be in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 

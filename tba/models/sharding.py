@@ -1,19 +1,17 @@
 """Models sharded over ranks: each rank holds a part of every tensor, and reads only that part."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tba.config.schema import read_json
 from tba.config.tables import PolicyTable
 from tba.models import model_path
 from tba.models.forward import layers_of
 from tba.models.lora import load_placed, set_attention
-from tba.models.pretrained import folder_of, load_model
-from tba.weights import TensorFile, stored_in
+from tba.models.pretrained import load_model, model_folder
+from tba.models.tensor_files import TensorFile, stored_in, weight_files
 
 
 def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> None:
@@ -61,20 +59,12 @@ def load_for_ranks(
     if policy.lora is None and not policy.trust_remote_code:
         model = load_model(policy, dtype, device="meta")
         set_attention(model, policy, device)
-        stored = stored_in(_files(folder_of(model_path(policy.model))))
+        folder = model_folder(model_path(policy.model))
+        stored = stored_in(file for file in weight_files(folder) if file.is_file())
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if all(name in stored and stored[name].shape == s for name, s in shapes.items()):
             return model, stored
     return load_placed(policy, device, bf16, dtype, seed), None
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = {Path(name).name for name in read_json(index)["weight_map"].values()}
-    return [folder / name for name in names if (folder / name).is_file()]
 
 
 @torch.no_grad()

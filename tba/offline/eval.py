@@ -29,7 +29,7 @@ from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, stored_model
 from tba.models import model_path
 from tba.models.lora import merged
-from tba.models.pretrained import Tokenizer, computes_in_bf16, folder_of, load_model, load_text
+from tba.models.pretrained import Tokenizer, computes_in_bf16, load_model, load_text
 from tba.replay.store import FOLDER, PROMPTS, load_groups
 from tba.runs.checkpoint import REFERENCE, choose_checkpoint, chosen
 from tba.runs.folder import (
@@ -304,7 +304,7 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     before = _texts(by_step.get(0, {})) if is_same else {}
     about: dict[str, Any] = {}
     with suppress(Exception):  # the card may be missing, and may contain anything
-        about = metadata_load(folder_of(model_path(config.policy.model)) / "README.md") or {}
+        about = metadata_load(model_folder(model_path(config.policy.model)) / "README.md") or {}
     metadata = ModelCardData(
         base_model=model if HUB.fullmatch(model) and not Path(model).exists() else None,
         datasets=[each for each in data if HUB.fullmatch(each)] or None,

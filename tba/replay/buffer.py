@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.replay.store import EMPTY, SHOWN, State, Store, Table, key_of
+from tba.replay.store import EMPTY, SHOWN, RowTable, State, Store, key_of
 from tba.strategies import Columns, Strategy
 from tba.types import GIVEN, RESTART, Group, Trajectory, marks_of
 
@@ -41,12 +41,42 @@ class ReplayBuffer:
 
     def add(self, groups: Iterable[Group], now: int) -> None:
         """Store groups that arrived at step `now`; drop the oldest responses beyond the limits."""
+        store = self._store
         for group in groups:
-            self._add(group, now)
+            finite = []
+            for t in group.trajectories:
+                value = () if t.value is None else t.value
+                numbers = np.concatenate([[t.reward], t.behavior_logp, t.ref_logp, value])
+                if np.isfinite(numbers).all():
+                    finite.append(t)
+            self.counts["not_finite"] += len(group.trajectories) - len(finite)
+            if not finite:
+                continue
+            total = sum(t.count for t in finite)
+            self.counts["added"] += total
+            prompt = store.number(group)
+            head = store.heads[prompt]
+            if group.reference < head.reference:
+                self.counts["evicted_reference"] += total
+                continue
+            if group.reference > head.reference:
+                self.counts["evicted_reference"] += store.remove(store.rows_of(prompt))
+                store.heads[prompt] = replace(head, reference=group.reference)
+            finite = [behind_prompt(t, group.prompt_tokens, head.prompt_tokens) for t in finite]
+            keys = [key_of(t, prompt) for t in finite]
+            new = dict(zip(keys, finite, strict=True))
+            samples = dict.fromkeys(keys, 0)
+            for key, t in zip(keys, finite, strict=True):
+                samples[key] += t.count
+            known = store.put(prompt, new, np.array(list(samples.values())), now)
+            self.counts["duplicates"] += total - len(new) + known
+            excess = store.prompts["held"].item(prompt) - self.per_prompt
+            if excess > 0:
+                self.counts["evicted_per_prompt"] += store.evict(excess, prompt)
         excess = len(self) - self.capacity
         if excess > 0:
-            self.counts["evicted_capacity"] += self._store.evict(excess)
-            self._store.release_prompts()
+            self.counts["evicted_capacity"] += store.evict(excess)
+            store.release_prompts()
 
     def sample(
         self, groups: int, size: int, strategy: Strategy, now: int, rng: np.random.Generator
@@ -121,34 +151,6 @@ class ReplayBuffer:
         self.counts["dropped"] += len(self)
         self._store = Store()
 
-    def _add(self, group: Group, now: int) -> None:
-        finite = [t for t in group.trajectories if _is_finite(t)]
-        self.counts["not_finite"] += len(group.trajectories) - len(finite)
-        if not finite:
-            return
-        total = sum(t.count for t in finite)
-        self.counts["added"] += total
-        store = self._store
-        prompt = store.number(group)
-        head = store.heads[prompt]
-        if group.reference < head.reference:
-            self.counts["evicted_reference"] += total
-            return
-        if group.reference > head.reference:
-            self.counts["evicted_reference"] += store.remove(store.rows_of(prompt))
-            store.heads[prompt] = replace(head, reference=group.reference)
-        finite = [behind_prompt(t, group.prompt_tokens, head.prompt_tokens) for t in finite]
-        keys = [key_of(t, prompt) for t in finite]
-        new = dict(zip(keys, finite, strict=True))
-        samples = dict.fromkeys(keys, 0)
-        for key, t in zip(keys, finite, strict=True):
-            samples[key] += t.count
-        known = store.put(prompt, new, np.array(list(samples.values())), now)
-        self.counts["duplicates"] += total - len(new) + known
-        excess = store.prompts["held"].item(prompt) - self.per_prompt
-        if excess > 0:
-            self.counts["evicted_per_prompt"] += store.evict(excess, prompt)
-
 
 class Pace:
     """Limit on how often a sample is trained on: `max_reuse` times, on average over `steps`.
@@ -178,7 +180,7 @@ class Pace:
         self.marks.append((self.marks[-1][0] + batch, entered))
 
 
-def _check(drawn: np.ndarray, shape: tuple[int, int], rows: Table, strategy: Strategy) -> None:
+def _check(drawn: np.ndarray, shape: tuple[int, int], rows: RowTable, strategy: Strategy) -> None:
     """Raise ValueError if a strategy's draw violates the contract."""
     sound = drawn.dtype.kind == "i" and drawn.shape == shape and drawn.max() < len(rows["stamp"])
     if sound:
@@ -218,13 +220,6 @@ def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Traject
         switches=tuple((place + len(given), version) for place, version in t.switches),
         marks=marks,
     )
-
-
-def _is_finite(t: Trajectory) -> bool:
-    numbers = [np.array([t.reward]), t.behavior_logp, t.ref_logp]
-    if t.value is not None:
-        numbers.append(t.value)
-    return bool(np.isfinite(np.concatenate(numbers)).all())
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

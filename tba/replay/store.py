@@ -50,7 +50,7 @@ PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
 """Columns of the prompts: step of the latest arrival, number of responses, and stamp."""
 
 
-class Table:
+class RowTable:
     """Numbers in named columns. A row's `stamp` orders latest arrivals; EMPTY marks a free row."""
 
     def __init__(self, kinds: Mapping[str, DTypeLike]) -> None:
@@ -134,8 +134,8 @@ class Store:
     """Distinct trajectories by row, the prompts they belong to, and the order of arrival."""
 
     def __init__(self) -> None:
-        self.rows = Table(ROW)
-        self.prompts = Table(PROMPT)
+        self.rows = RowTable(ROW)
+        self.prompts = RowTable(PROMPT)
         self.heads: dict[int, Group] = {}  # the prompts, as groups without trajectories
         self.earlier: dict[int, array[int]] = {}
         """By row: alternating steps and sample counts of its response's earlier arrivals."""
@@ -250,10 +250,28 @@ class Store:
         return groups
 
     def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
-        """Yield the trajectories of these rows."""
+        """Yield the trajectories of these rows; their arrays are read-only."""
         columns = {name: self.rows[name][rows].tolist() for name in (*SAVED, "content")}
-        for row in zip(*columns.values(), strict=True):
-            yield _trajectory_of(dict(zip(columns, row, strict=True)))
+        for values in zip(*columns.values(), strict=True):
+            row: dict[str, Any] = dict(zip(columns, values, strict=True))
+            held: dict[str, np.ndarray] = {}
+            start = 0
+            for name, kind in CONTENT.items():
+                if name not in OPTIONAL or row[OPTIONAL[name]]:
+                    held[name] = np.frombuffer(row["content"], kind, row["length"], start)
+                    start += held[name].nbytes
+            yield Trajectory(
+                tokens=held["tokens"],
+                behavior_logp=held["behavior_logp"],
+                ref_logp=held["ref_logp"],
+                reward=row["reward"],
+                version=row["version"],
+                finished=row["finished"],
+                value=held.get("value"),
+                switches=switches_of(held["versions"]) if row["switched"] else (),
+                marks=held.get("marks"),
+                count=row["count"],
+            )
 
     def state(self, counts: Mapping[str, int]) -> State:
         """Return a copy of the state that shares only immutable objects."""
@@ -316,7 +334,7 @@ def key_of(response: Trajectory, prompt: int) -> bytes:
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the columns from which `_trajectory_of` restores a trajectory, by name."""
+    """Return the columns from which `Store.trajectories` restores a trajectory."""
     held = {}
     for name, kind in CONTENT.items():
         given = getattr(trajectory, name)
@@ -332,28 +350,6 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _trajectory_of(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory of a row, given its columns; its arrays are read-only."""
-    held: dict[str, np.ndarray] = {}
-    start = 0
-    for name, kind in CONTENT.items():
-        if name not in OPTIONAL or row[OPTIONAL[name]]:
-            held[name] = np.frombuffer(row["content"], kind, row["length"], start)
-            start += held[name].nbytes
-    return Trajectory(
-        tokens=held["tokens"],
-        behavior_logp=held["behavior_logp"],
-        ref_logp=held["ref_logp"],
-        reward=row["reward"],
-        version=row["version"],
-        finished=row["finished"],
-        value=held.get("value"),
-        switches=switches_of(held["versions"]) if row["switched"] else (),
-        marks=held.get("marks"),
-        count=row["count"],
-    )
-
-
 def save_groups(groups: Sequence[Group], file: Path) -> None:
     """Write groups as JSON, one per line; numbers are read back exactly."""
     with file.open("w", encoding="utf-8") as lines:
@@ -366,19 +362,16 @@ def load_groups(file: Path) -> tuple[Group, ...]:
     groups = []
     for line in file.read_text("utf-8").splitlines():
         plain = json.loads(line)
+        for own in plain["trajectories"]:
+            for name, kind in CONTENT.items():
+                if own.get(name) is not None:
+                    own[name] = np.array(own[name], kind)
+            own["switches"] = tuple(map(tuple, own["switches"]))
         group = Group(
             prompt=Prompt(**plain["prompt"]),
             prompt_tokens=np.array(plain["prompt_tokens"], np.int32),
-            trajectories=tuple(map(_trajectory, plain["trajectories"])),
+            trajectories=tuple(Trajectory(**own) for own in plain["trajectories"]),
             reference=plain["reference"],
         )
         groups.append(group)
     return tuple(groups)
-
-
-def _trajectory(plain: dict[str, Any]) -> Trajectory:
-    for name, kind in CONTENT.items():
-        if plain.get(name) is not None:
-            plain[name] = np.array(plain[name], kind)
-    plain["switches"] = tuple(map(tuple, plain["switches"]))
-    return Trajectory(**plain)

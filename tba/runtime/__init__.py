@@ -57,8 +57,15 @@ class RejectionMonitor:
         self._truncated = 0
 
     def add(self, stats: SearchStats) -> None:
-        """Add the statistics of one search; RewardError if too many samples were rejected."""
-        self._count_truncated(stats)
+        """Add the statistics of one search; SearchError if too many samples were rejected."""
+        cut_off = 0 < stats.generated == stats.rejected[Reason.TRUNCATED]
+        self._truncated = self._truncated + stats.generated if cut_off else 0
+        if self._truncated >= TRUNCATED_AT_MOST:
+            raise SearchError(
+                f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
+                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
+                " raise sampling.max_tokens, or set sampling.truncated=keep"
+            )
         if not stats.scored:
             return
         self._recent.append(stats)
@@ -76,17 +83,6 @@ class RejectionMonitor:
                 f"{rejected} of the last {total} samples were rejected ({reasons}), more than"
                 f" reward.max_rejected = {self._max_share}; fix the scoring function. The last"
                 f" error was:\n{recent.last_rejection}"
-            )
-
-    def _count_truncated(self, stats: SearchStats) -> None:
-        """Count consecutive truncated samples; SearchError if there were no others for too long."""
-        cut_off = 0 < stats.generated == stats.rejected[Reason.TRUNCATED]
-        self._truncated = self._truncated + stats.generated if cut_off else 0
-        if self._truncated >= TRUNCATED_AT_MOST:
-            raise SearchError(
-                f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
-                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
-                " raise sampling.max_tokens, or set sampling.truncated=keep"
             )
 
 

@@ -103,7 +103,11 @@ class SearcherActor:
         self._enter()
         self._count(1)
         try:
-            self._load_newer_reference(reference)
+            own = self._searcher.reference
+            if reference is not None and reference.version > own.version:
+                with self._searches.alone():  # a search needs one reference until it ends
+                    if reference.version > own.version:  # no other thread has loaded it meanwhile
+                        own.load_weights(self._receive(reference))
             yield
             self._refuse_wrong()
         finally:
@@ -161,11 +165,3 @@ class SearcherActor:
         """Raise the error of a failed weight update, also in searches that began before it."""
         if self._wrong is not None:
             raise self._wrong
-
-    def _load_newer_reference(self, weights: Publication | None) -> None:
-        reference = self._searcher.reference
-        if weights is None or weights.version <= reference.version:
-            return
-        with self._searches.alone():
-            if weights.version > reference.version:
-                reference.load_weights(self._receive(weights))

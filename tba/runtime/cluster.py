@@ -206,7 +206,12 @@ class Connection:
             self.calls.watch(watched)
         except BaseException as error:
             self.calls.lose("it has not started")
-            self._await_gcs()
+            # a starting GCS must report its port: Ray waits for it while holding the GIL
+            until = time.monotonic() + STARTING
+            while self.folder and time.monotonic() < until:
+                if any(self.folder.rglob("gcs_server_port*")):
+                    break
+                time.sleep(0.05)
             self.close(leaving=LEAVING_LOST if isinstance(error, Exception) else 1.0)
             if isinstance(error, ClusterLostError) and self._watcher is not None:
                 raise TimeoutError(
@@ -215,13 +220,6 @@ class Connection:
                     " runtime.use=local"
                 ) from error
             raise
-
-    def _await_gcs(self) -> None:
-        """Wait until a starting GCS reports its port: Ray waits for it while holding the GIL."""
-        until = time.monotonic() + STARTING
-        folder = self.folder
-        while folder and time.monotonic() < until and not any(folder.rglob("gcs_server_port*")):
-            time.sleep(0.05)
 
     def close(self, leaving: float = LEAVING_LOST) -> None:
         """Leave a cluster, or end the private Ray with all of its processes.
@@ -321,13 +319,23 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
     cluster = Cluster(connection, transport, here, own)
     needed = reserved + least * needs[kind]
     try:
-        _wait_until_free(kind, needed, until)
+        while ray.available_resources().get(kind, 0.0) < needed - 1e-3:
+            if time.monotonic() > until:
+                raise TimeoutError
+            time.sleep(0.5)
         if ranks > 1:
             places = replace(own, device=searching[0].device).divided(ranks)
             cluster.ranks = _room_for_ranks(places, kind, free, until)
         elif reserved:
             free[here] -= 1
-            cluster.reservation, cluster.trainer = _reserve(own, here, until)
+            there = NodeAffinitySchedulingStrategy(here, soft=False)
+            actor: Any = ray.remote(Reservation)
+            actor = actor.options(num_cpus=0, num_gpus=1, scheduling_strategy=there).remote()
+            left = max(1.0, until - time.monotonic())
+            (gpu,) = ray.get(actor.gpus.remote(), timeout=left)
+            device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            cluster.reservation = actor
+            cluster.trainer = replace(own, device=device)
     except TimeoutError as late:
         every = ray.cluster_resources().get(kind, 0.0)
         taken = every - ray.available_resources().get(kind, 0.0)
@@ -352,14 +360,6 @@ def _object_store(settings: RuntimeTable, connection: Connection) -> ObjectStore
     return ObjectStore(seconds, put)
 
 
-def _wait_until_free(kind: str, needed: float, until: float) -> None:
-    """Wait until as many GPUs or CPUs are free as trainer and searchers need."""
-    while ray.available_resources().get(kind, 0.0) < needed - 1e-3:
-        if time.monotonic() > until:
-            raise TimeoutError
-        time.sleep(0.5)
-
-
 def _room_for_ranks(
     places: Sequence[Place], kind: str, free: dict[str, int], until: float
 ) -> list[Slot]:
@@ -379,16 +379,6 @@ def _room_for_ranks(
     for machine in machines:
         free[machine] -= 1
     return slots
-
-
-def _reserve(own: Place, here: str, until: float) -> tuple[Any, Place]:
-    """Reserve a GPU of this machine for the trainer; return the reservation and the place."""
-    strategy = NodeAffinitySchedulingStrategy(here, soft=False)
-    request = ray.remote(Reservation).options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy)
-    reservation: Any = request.remote()
-    (gpu,) = ray.get(reservation.gpus.remote(), timeout=max(1.0, until - time.monotonic()))
-    device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return reservation, replace(own, device=device)
 
 
 def folders(policy: PolicyTable) -> dict[str, str]:

@@ -121,7 +121,12 @@ class SharedMemory:
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None
     ) -> Publication:
-        file = self._file()
+        with self._choosing:  # a file is written by one thread at a time
+            file = next(filter(_File.unused, self._files), None)
+            if file is not None:
+                self._files.remove(file)
+        if file is None:
+            file = _File(os.memfd_create("weights"))
         end = ALIGNED  # an empty file cannot be mapped
         nbytes = 0
         arrays = []
@@ -140,15 +145,6 @@ class SharedMemory:
     def receive(self, sent: Publication) -> Weights:
         mapped: MappedWeights = sent.payload
         return Weights(sent.version, MappedArrays(mapped), mapped.probe)
-
-    def _file(self) -> _File:
-        """Return an unused file, reserved for this thread."""
-        with self._choosing:
-            for file in self._files:
-                if file.unused():
-                    self._files.remove(file)
-                    return file
-        return _File(os.memfd_create("weights"))
 
 
 def receive_mapped(receive: Callable[[Publication], Weights], sent: Publication) -> Weights:

@@ -14,15 +14,6 @@ import torch
 
 from tba.config.tables import RuntimeTable
 
-PUBLICATIONS = 20
-"""Maximum publications per second to all searchers together: each takes time in two processes."""
-
-PUBLISHED = 4
-"""Maximum number of weight versions in transit to searchers at once.
-
-Each keeps a copy alive until the slowest searcher has received it.
-"""
-
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # parameters of glibc's `mallopt`
 
 

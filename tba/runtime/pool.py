@@ -17,11 +17,10 @@ from tba.errors import NoAnswerError
 from tba.prompt import Prompt
 from tba.runtime.cluster import Slot
 from tba.runtime.deadline import Calls
-from tba.runtime.placement import PUBLICATIONS, PUBLISHED
 from tba.search.evaluate import EvaluatedPiece, join, pieces_of
 from tba.search.result import Evaluation
 from tba.search.searcher import SearchSetup
-from tba.weights import Publication
+from tba.weights import PUBLICATIONS, PUBLISHED, Publication
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +228,10 @@ class Pool:
         return ended
 
     def restart(self) -> None:
-        """Start queued searchers whose time has come and for which there is room."""
+        """Start queued searchers whose time has come and for which there is room.
+
+        NoAnswerError if too few of a range of searchers have run for too long.
+        """
         now = self._clock()
         for slot, at in [*self._vacancies]:
             if at > now:
@@ -242,27 +244,21 @@ class Pool:
                 self.handles[-1].machine = machine
             else:
                 self._vacancies.append((slot, now + LOOK))
-        self._check_enough()
-
-    def running(self) -> list[SearcherHandle]:
-        """Return the searchers that have started."""
-        return [handle for handle in self.handles if not handle.has("start")]
-
-    def _check_enough(self) -> None:
-        """Raise NoAnswerError if too few of a range of searchers have run for too long."""
-        if isinstance(self._settings.searchers, int):
-            return
-        least = self._settings.searchers.min
         running = len(self.running())
+        wanted = self._settings.searchers
         limit = self._settings.start_deadline
-        if running >= least:
+        if isinstance(wanted, int) or running >= wanted.min:
             self._enough = self._clock()
         elif self._clock() - self._enough > limit:
             raise NoAnswerError(
                 f"only {running} searchers have run for runtime.start_deadline = {limit:g} s, and"
-                f" runtime.searchers.min = {least}: add machines (`ray status` lists the present"
-                " ones), or lower it"
+                f" runtime.searchers.min = {wanted.min}: add machines (`ray status` lists the"
+                " present ones), or lower it"
             )
+
+    def running(self) -> list[SearcherHandle]:
+        """Return the searchers that have started."""
+        return [handle for handle in self.handles if not handle.has("start")]
 
     def least_busy_first(self) -> list[SearcherHandle]:
         return sorted(self.handles, key=lambda handle: len(handle.work()))

@@ -2,11 +2,11 @@
 
     train loop              rank 0, 1, ... (each an actor of Ray)
     ShardedTrainer
-      step              -->     SingleTrainer.slots: what each rank runs, and when
+      step              -->     SingleTrainer.micro_batches: what each rank runs, when
                                 SingleTrainer.step: gathers layers, reduces gradients
       send, reference   -->     SingleTrainer.send: rank 0 sends each tensor to the searchers
-      save              -->     state.save: each rank writes some of the tensors, whole
-      load              -->     state.load: each rank reads its shard of each tensor
+      save              -->     state.save_state: each rank writes some of the tensors, whole
+      load              -->     state.load_state: each rank reads its shard of each tensor
 
 If a rank dies, raises or is late, all ranks end, because the others would wait for it. The run then
 continues from its newest checkpoint, with new ranks and new searchers (tba/open.py).
@@ -268,22 +268,19 @@ class ShardedTrainer:
         except RayTaskError as error:
             if isinstance(error.cause, passed):
                 raise error.cause from None
-            self._raise_death(begun)
+            # its error may be the consequence of another rank's death, which Ray reports later
+            look = partial(ray.wait, begun, num_returns=len(begun), timeout=CAUSE)
+            for each in self._calls("report on ranks", look)[0]:
+                try:
+                    self._take(each)
+                except RayTaskError:  # it is alive
+                    pass
+                except RayError as death:
+                    raise _death(begun.index(each), death) from death
             failed = f"rank {rank} of the trainer has failed: {error.cause!r}"
             raise TrainerLost(failed) from error
         except RayError as error:
             raise _death(rank, error) from error
-
-    def _raise_death(self, begun: list[Any]) -> None:
-        """Raise TrainerLost if a rank is found dead within CAUSE seconds."""
-        look = partial(ray.wait, begun, num_returns=len(begun), timeout=CAUSE)
-        for each in self._calls("report on ranks", look)[0]:
-            try:
-                self._take(each)
-            except RayTaskError:  # it is alive
-                pass
-            except RayError as error:
-                raise _death(begun.index(each), error) from error
 
     def _take(self, one: Any) -> Any:
         return self._calls("take a result of a rank", ray.get, one)

@@ -246,33 +246,33 @@ class RaySearchers:
         return sum(len(result.groups) for _, result in self._results.values())
 
     def _collect(self) -> None:
-        """Run the collector thread. An exception ends the run: the next waiting call raises it."""
+        """Run the collector thread: hand out work, and receive results that arrive within POLL.
+
+        An exception ends the run: the next waiting call raises it.
+        """
         try:
             while not self._closing:
                 with search_errors("the search failed"):
-                    self._turn()
+                    with self._changed:
+                        self._pool.restart()
+                        self._hand_out_evaluations()
+                        self._hand_out_searches()
+                        self._pool.send_newest()
+                        tasks = self._pool.tasks()
+                        if not tasks:
+                            self._changed.wait(POLL)
+                            continue
+                    # without the lock, which the train loop needs to publish
+                    for ref in self._calls("wait for results", ended, list(tasks)):
+                        (handle, task) = tasks[ref]
+                        if handle in self._pool.handles:  # otherwise its tasks are issued again
+                            self._receive(handle, task)
+                    with self._changed:
+                        late = self._pool.late()
+                    for handle, why in late.items():
+                        self._restart(handle, why)
         except Exception as error:
             self._fail(error)
-
-    def _turn(self) -> None:
-        """Hand out work, and receive the results that arrive within POLL seconds."""
-        with self._changed:
-            self._pool.restart()
-            self._hand_out_evaluations()
-            self._hand_out_searches()
-            self._pool.send_newest()
-            tasks = self._pool.tasks()
-            if not tasks:
-                self._changed.wait(POLL)
-                return
-        for ref in self._calls("wait for results", ended, list(tasks)):
-            (handle, task) = tasks[ref]
-            if handle in self._pool.handles:  # otherwise its tasks have been issued again
-                self._receive(handle, task)
-        with self._changed:
-            late = self._pool.late()
-        for handle, why in late.items():
-            self._restart(handle, why)
 
     def _hand_out_evaluations(self) -> None:
         """Give each searcher one piece of an evaluation at a time, between its searches."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tba.learn import plan
+from tba.learn.micro_batches import split_responses
 from tba.learn.policy import Policy
 from tba.models import lora
 from tba.types import Completion, collate_tokens, marks_of
@@ -75,7 +75,7 @@ class Reference:
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 marks = [[marks_of(c) for c in responses[i]] for i in part]
                 batch = collate_tokens([prompts[i] for i in part], tokens, marks)
-                every = plan.pieces(batch, self._token_budget, self.policy.share_prompt)
+                every = split_responses(batch, self._token_budget, self.policy.share_prompt)
                 logps = [self.policy.logp(piece, temperature) for piece in every]
                 arrays = torch.cat(logps, 1).float().cpu().numpy()
                 for i, rows in zip(part, arrays, strict=True):

@@ -86,7 +86,7 @@ class SearchSetup:
         else:  # without its adapter, the model of the engine or the trainer is the reference
             hold = None if engine.model is None else engine.lend
             policy = self._policy(model, bf16)
-            reference = AdapterReference(policy, c.trainer.token_budget, hold)
+            reference = AdapterReference(policy, c.trainer.pass_tokens, hold)
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
@@ -141,7 +141,7 @@ class SearchSetup:
         kind = Reference if c.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
         model = load_frozen(c.policy, device, bf16, dtype)
-        return kind(self._policy(model, bf16), c.trainer.token_budget)
+        return kind(self._policy(model, bf16), c.trainer.pass_tokens)
 
 
 @dataclass(frozen=True)

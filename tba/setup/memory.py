@@ -4,20 +4,18 @@ docs/memory.md explains the parts and which of them are exact. Only `processes` 
 dry run, `tba plan` and the table in docs/scaling.md use it.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from tba.config.schema import Config
-from tba.config.tables import PolicyTable
+from tba.config.tables import PASS_TOKENS, PolicyTable
 from tba.display import size
 from tba.engines import engine_in_bf16
 from tba.learn import TrainerSizes
@@ -25,11 +23,13 @@ from tba.learn.optimizer import MOMENTS
 from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
-from tba.runtime.placement import PUBLISHED, gpu_count
-from tba.weights import trained
+from tba.setup.machine import Machine
+from tba.weights import PUBLISHED, trained
 
 PROCESS = 0.5e9
 """Bytes of a process with PyTorch on the host, and of its CUDA context on the GPU."""
+USED = 0.95
+"""Share of a GPU's memory that an automatic token budget fills: memory is fragmented."""
 LOGIT = 10
 """Bytes per logit in a chunk of the LM head: one bf16 copy and two fp32 copies."""
 HEAD = {"cpu": 0.4e9, "cuda": 1.4e9}
@@ -46,31 +46,6 @@ ALTERNATIVES = {
 """Settings that reduce memory, and whether a config already has each one, or cannot use it."""
 MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
 """Options of judges and tasks that name models loaded by each searcher."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Number of GPUs, memory of a GPU and of the host in bytes; `inf` if unknown."""
-
-    gpus: int
-    card: float
-    host: float
-
-    def room(self, card: int | None) -> float:
-        return self.host if card is None else self.card
-
-
-def this_machine() -> Machine:
-    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
-    return Machine(len(cards), min(cards, default=0), psutil.virtual_memory().total)
-
-
-def planned_machine(gpus: str) -> Machine:
-    """Parse a string such as `4x80`, four GPUs of 80 GB; ValueError for any other format."""
-    written = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,4}(?:\.\d+)?)", gpus)
-    if written is None or float(written[2]) == 0:
-        raise ValueError(f"--gpus {gpus}: write number x GB of each, such as --gpus 4x80")
-    return Machine(int(written[1]), float(written[2]) * 1e9, inf)
 
 
 @dataclass(frozen=True)
@@ -181,10 +156,41 @@ class MemoryEstimate:
 
     @classmethod
     def of(cls, config: Config, machine: Machine, prompt: int) -> "MemoryEstimate":
-        """Read the model's config.json; assumes that GPUs compute in bf16."""
+        """Read the model's config.json; assumes that GPUs compute in bf16.
+
+        `config.trainer.token_budget` of the result is a number.
+        """
         policy = config.policy
         bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
-        return cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+        own = cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+        return own if config.trainer.token_budget != "auto" else own._with_fitting_budget()
+
+    def _with_fitting_budget(self) -> "MemoryEstimate":
+        """Return the estimate with the largest token budget that fits all GPUs, or the smallest.
+
+        It is `PASS_TOKENS` if a step has no more, else a number of whole groups up to that, or one
+        group, or a group's prompt with some of its responses, all of the maximum length. On a CPU
+        it is `PASS_TOKENS`, and also on a cluster that the run joins, whose GPUs are not known.
+        """
+        c = self.config
+        t = c.trainer
+        response = c.sampling.max_tokens + (0 if c.policy.share_prompt else self.prompt)
+        group_tokens = self.prompt + t.group_size * response
+        groups = -(-t.groups // t.devices)  # of a rank in a step
+        most = max(1, min(PASS_TOKENS // group_tokens, groups))
+        budgets = [count * group_tokens for count in range(most, 0, -1)]
+        if groups * group_tokens <= PASS_TOKENS:
+            budgets[0] = PASS_TOKENS
+        budgets += [self.prompt + count * response for count in range(t.group_size - 1, 0, -1)]
+        if not self.machine.gpus or c.runtime.address is not None:
+            budgets = [PASS_TOKENS]
+        for budget in budgets:
+            trainer = t.model_copy(update={"token_budget": budget})
+            tried = replace(self, config=c.model_copy(update={"trainer": trainer}))
+            cards = [n for card, n in tried.needed().items() if card is not None]
+            if max(cards, default=0.0) <= USED * self.machine.card:
+                break
+        return tried
 
     @property
     def each(self) -> int:
@@ -271,9 +277,9 @@ class MemoryEstimate:
         z = self.sizes
         length = c.sampling.max_tokens
         pass_ = np.array(group(self.prompt, t.group_size, length))
-        fitting = min(-(-t.groups // t.devices), t.token_budget // pass_[0])
+        fitting = min(-(-t.groups // t.devices), t.pass_tokens // pass_[0])
         if fitting == 0:  # a group is split into several passes
-            responses = max(1, (t.token_budget - self.prompt) // max(1, length - 1))
+            responses = max(1, (t.pass_tokens - self.prompt) // max(1, length - 1))
             pass_ = np.array(group(self.prompt, responses, length))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
         is_long = self.prompt + length > EAGER_TOKENS
@@ -289,7 +295,7 @@ class MemoryEstimate:
 
     def _head(self) -> float:
         most = HEAD["cuda" if self.machine.gpus else "cpu"]
-        return min(most, LOGIT * self.config.trainer.token_budget * self.sizes.vocabulary)
+        return min(most, LOGIT * self.config.trainer.pass_tokens * self.sizes.vocabulary)
 
     def _engine(self) -> dict[str, float]:
         """Return the memory of an engine, per GPU if it is split over several."""
@@ -329,7 +335,7 @@ class MemoryEstimate:
             # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
-            tokens = c.trainer.token_budget
+            tokens = c.trainer.pass_tokens
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
         others = 0  # parameters of models without a head

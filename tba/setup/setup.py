@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +35,8 @@ from tba.search.prompts import PromptStream, digest_of
 from tba.search.searcher import SearchSetup
 from tba.selections import Interleaved
 from tba.setup.data import Data, read_data
-from tba.setup.memory import Machine, MemoryEstimate, this_machine
+from tba.setup.machine import Machine, this_machine
+from tba.setup.memory import MemoryEstimate
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
 from tba.tasks import Task
@@ -153,7 +154,9 @@ def check(
     setup = _setup_of(config, functions, planned is None, data)
     setup.prompt_stream()  # raises if the selection cannot work
     if planned is None:
-        MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1])).check()
+        needs = MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1]))
+        needs.check()
+        return replace(setup, config=needs.config)  # with a number as the token budget
     return setup
 
 

@@ -30,7 +30,8 @@ from tba.scoring.scoring import Scoring
 from tba.scoring.verdicts import Rejected, Verdict
 from tba.search.searcher import SearchSetup
 from tba.setup.checks import check_step
-from tba.setup.memory import Machine, MemoryEstimate, this_machine
+from tba.setup.machine import Machine, this_machine
+from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import RunSetup, check
 from tba.tasks import Checks, Loads, Task
 from tba.tasks._rendering import Problems, Rendering
@@ -282,7 +283,7 @@ def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
     t = setup.config.trainer
     length = setup.config.sampling.max_tokens
     tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
-    responses = max(1, min(t.group_size, t.token_budget * t.group_size // tokens))
+    responses = max(1, min(t.group_size, t.pass_tokens * t.group_size // tokens))
     rng = np.random.default_rng(0)
     vocabulary = trainer.policy.model.config.get_text_config().vocab_size
     took = 0.0

@@ -13,8 +13,9 @@ from tba.config.plugins import with_defaults
 from tba.config.schema import Config
 from tba.runs.folder import METRICS, read, read_config
 from tba.runs.summary import Summary
-from tba.runtime.placement import PUBLICATIONS
-from tba.setup.memory import Machine, MemoryEstimate
+from tba.setup.machine import Machine
+from tba.setup.memory import MemoryEstimate
+from tba.weights import PUBLICATIONS
 
 INTAKE = 2000.0
 """Groups per second that the process of the train loop can store."""

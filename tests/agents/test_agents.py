@@ -25,7 +25,7 @@ from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_mo
 from tba.agents.child import _as_json
 from tba.agents.endpoint import Agents, Endpoint, OpenSession
 from tba.agents.session import Session
-from tba.learn.plan import Contexts, cut
+from tba.learn.layouts import Contexts, cut
 from tba.open import run
 from tba.scoring import process
 from tba.scoring.process import AgentProcess, EventLoop

@@ -13,7 +13,7 @@ import torch
 from build import FAMILIES, make, resumes_exactly
 from peft import LoraConfig, inject_adapter_in_model
 
-import tba.learn.plan
+import tba.learn.layouts
 import tba.setup.setup
 from tba.config.schema import load
 from tba.learn.checks import warm_up
@@ -110,7 +110,7 @@ def test_compiled_layers_compute_the_same(kind, compiler, monkeypatch):
     plain = Policy(build(), 0.7, kind == "bf16", share_prompt=kind != "plain")
     near = {"atol": 0.05, "rtol": 0.05} if kind == "bf16" else {"atol": 1e-5, "rtol": 1e-5}
     for packed_tokens in (256, 0):
-        monkeypatch.setattr(tba.learn.plan, "PACKED_TOKENS", packed_tokens)
+        monkeypatch.setattr(tba.learn.layouts, "PACKED_TOKENS", packed_tokens)
         for lengths in (((5, 3, 4), (2, 6, 3)), ((4, 4), (4, 3), (7, 2)), ((5, 1, 3),)):
             batch = groups(*lengths)
             torch.compiler.set_stance(

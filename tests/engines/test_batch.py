@@ -8,7 +8,7 @@ import pytest
 import suite
 from build import Steps, requests
 
-from tba.engines._batch import Batch
+from tba.engines._batch import RunningBatch
 from tba.errors import EngineError
 
 until = partial(suite.until, seconds=30, every=0.001)
@@ -16,7 +16,7 @@ until = partial(suite.until, seconds=30, every=0.001)
 
 def test_calls_of_several_threads_share_the_slots():
     engine = Steps()
-    batch = Batch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
+    batch = RunningBatch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
     with ThreadPoolExecutor(3) as threads:
         counts = [2, 9, 5]
         calls = [threads.submit(batch.run, requests(*range(1, n + 1))) for n in counts]
@@ -27,7 +27,7 @@ def test_calls_of_several_threads_share_the_slots():
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight):
     engine = Steps()
-    batch = Batch(lambda: engine, slots=2, in_flight=in_flight, deadline=30.0)
+    batch = RunningBatch(lambda: engine, slots=2, in_flight=in_flight, deadline=30.0)
     engine.allowed.clear()
     running: list[int] = []
     with ThreadPoolExecutor(2) as threads:
@@ -47,7 +47,7 @@ def test_an_update_waits_for_what_runs_unless_it_is_in_flight(in_flight):
 def test_nothing_begins_while_an_update_is_verified(in_flight):
     """The first check is also answered before the change; responses that run go on."""
     engine = Steps()
-    batch = Batch(lambda: engine, slots=1, in_flight=in_flight, deadline=30.0)
+    batch = RunningBatch(lambda: engine, slots=1, in_flight=in_flight, deadline=30.0)
     seen: list[set[str]] = []
     engine.allowed.clear()
     with ThreadPoolExecutor(2) as threads:
@@ -70,7 +70,7 @@ def test_nothing_begins_while_an_update_is_verified(in_flight):
 
 def test_a_missed_deadline_ends_the_engine_and_no_update_is_applied():
     engine, applied = Steps(), []
-    batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=0.5)
+    batch = RunningBatch(lambda: engine, slots=2, in_flight=False, deadline=0.5)
     engine.allowed.clear()
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(batch.run, requests(3))
@@ -88,7 +88,7 @@ def test_a_missed_deadline_ends_the_engine_and_no_update_is_applied():
 
 def test_a_closed_engine_ends_every_call():
     engine = Steps()
-    batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
+    batch = RunningBatch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(batch.run, requests(10**9))
         until(lambda: engine.left)
@@ -103,7 +103,7 @@ def test_a_closed_engine_ends_every_call():
 
 def test_a_request_that_is_not_accepted_ends_its_own_call_only():
     engine = Steps()
-    batch = Batch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
+    batch = RunningBatch(lambda: engine, slots=4, in_flight=False, deadline=30.0)
     engine.allowed.clear()
     with ThreadPoolExecutor(2) as threads:
         other = threads.submit(batch.run, requests(3, 3))
@@ -120,7 +120,7 @@ def test_a_request_that_is_not_accepted_ends_its_own_call_only():
 
 def test_every_caller_learns_why_the_engine_failed():
     engine = Steps()
-    batch = Batch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
+    batch = RunningBatch(lambda: engine, slots=2, in_flight=False, deadline=30.0)
     engine.failing = True
     for _ in range(2):
         with pytest.raises(EngineError, match="out of memory"):
@@ -133,4 +133,4 @@ def test_an_engine_that_cannot_start_says_why():
         raise ValueError("no such device")
 
     with pytest.raises(RuntimeError, match="no such device"):
-        Batch(start, slots=2, in_flight=False, deadline=30.0)
+        RunningBatch(start, slots=2, in_flight=False, deadline=30.0)

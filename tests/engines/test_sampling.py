@@ -14,7 +14,7 @@ from exact import toy_config
 from torch import Tensor
 
 from tba.config.schema import load
-from tba.engines._choice import choose
+from tba.engines._choice import choose_tokens
 from tba.engines.transformers import Transformers
 from tba.engines.vllm import check_sampling
 from tba.errors import NotFinite
@@ -59,7 +59,7 @@ def test_logits_that_are_not_finite_are_no_token_and_end_the_search(
 ):
     """They name the version of the weights; no number is used as an index behind the tokens."""
     sampling = Sampling(1, temperature, 4)
-    tokens, _ = choose(torch.full((2, 5), wrong), torch.ones(2, 3), sampling)
+    tokens, _ = choose_tokens(torch.full((2, 5), wrong), torch.ones(2, 3), sampling)
     assert tokens.min() >= 0 and tokens.max() < 5
     parts = check(config(tiny_model, tmp_path))
     engine = Transformers(parts.config.policy, parts.text, "cpu", False, sampling)
@@ -74,7 +74,7 @@ def test_tokens_are_chosen_as_asked_and_log_probs_stay(case):
     """Evenly spaced numbers meet each token as often as its probability says."""
     sampling = Sampling(**{"samples": 1, "temperature": 1.0, "max_tokens": 1, **CASES[case]})
     uniform = (torch.arange(10_000) + 1).div(10_000).expand(2, -1)
-    chosen, logp = choose(LOGITS, uniform, sampling)
+    chosen, logp = choose_tokens(LOGITS, uniform, sampling)
     whole = (LOGITS / sampling.temperature).log_softmax(-1)
     torch.testing.assert_close(logp, whole.gather(1, chosen))
     counted = torch.stack([(chosen == token).float().mean(1) for token in range(5)], 1)

@@ -191,7 +191,7 @@ def test_memory_is_taken_back_in_the_order_of_its_use(api):
         def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
             return True
 
-    engine = object.__new__(api.Engine)
+    engine = object.__new__(api.SteppedEngine)
     engine._engine, engine._deadline = Recorded(), 1.0
     engine.sleep(keep=True)
     engine.wake()

@@ -16,7 +16,7 @@ from build import save_checkpoint as save
 from fakes import Given
 from suite import cases
 
-from tba.engines._batch import Batch
+from tba.engines._batch import RunningBatch
 from tba.errors import ClusterLostError, EngineError
 from tba.open import open_run
 from tba.runs.checkpoint import Checkpoints
@@ -120,7 +120,7 @@ def in_an_engine(seconds: float, model: Path, folder: Path) -> None:
     """In a step, while a call waits for its response."""
     engine = Steps()
     engine.allowed.clear()
-    batch = Batch(lambda: engine, slots=1, in_flight=False, deadline=seconds)
+    batch = RunningBatch(lambda: engine, slots=1, in_flight=False, deadline=seconds)
     try:
         began()
         with pytest.raises(EngineError, match=r"engine\.deadline"):

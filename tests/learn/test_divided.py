@@ -24,7 +24,7 @@ from pair import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tba.learn import plan, state
+from tba.learn import layouts, micro_batches, state
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -34,26 +34,28 @@ def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks):
         groups, samples = int(rng.integers(1, 10)), int(rng.integers(2, 33))
         batch = random_batch(seed, groups, samples, int(rng.integers(1, 301)))
         budget = int(rng.integers(50, 3000))
-        slots = plan.slots(batch, budget, ranks, share_prompt=True, can_pack=True)
-        assert sorted(b for s in slots for own in s.groups for b in own) == [*range(groups)]
-        for slot in slots:
-            assert len(slot.groups) == ranks
-            for own in filter(None, slot.groups):
-                pieces = list(plan.pieces(batch.groups(own), budget, True))
-                assert len(pieces) <= len(slot.shapes)
+        parts = micro_batches.split_batch(batch, budget, ranks, share_prompt=True, can_pack=True)
+        assert sorted(b for p in parts for own in p.groups for b in own) == [*range(groups)]
+        for part in parts:
+            assert len(part.groups) == ranks
+            for own in filter(None, part.groups):
+                pieces = list(micro_batches.split_responses(batch.groups(own), budget, True))
+                assert len(pieces) <= len(part.shapes)
                 assert sum(piece.samples for piece in pieces) == samples
-                for piece, shape in zip(pieces, slot.shapes, strict=False):
-                    made = plan.plan_of(piece, True, True, shape.layout, shape.passes)
+                for piece, shape in zip(pieces, part.shapes, strict=False):
+                    made = layouts.plan_of(piece, True, True, shape.layout, shape.passes)
                     assert len(made.passes) == shape.passes
 
 
 def test_the_longest_groups_go_to_the_least_loaded_ranks():
     batch = random_batch(0, groups=7, samples=4, longest=100)
-    slots = plan.slots(batch, 10**6, 2, share_prompt=True, can_pack=True)
-    (slot,) = slots
-    loads = [plan.cost(batch, own, True) for own in slot.groups]
-    assert plan.imbalance(batch, slots, True) == pytest.approx(max(loads) / np.mean(loads) - 1)
-    most = max(plan.cost(batch, [b], True) for b in range(7))
+    parts = micro_batches.split_batch(batch, 10**6, 2, share_prompt=True, can_pack=True)
+    (part,) = parts
+    loads = [micro_batches.cost(batch, own, True) for own in part.groups]
+    assert micro_batches.imbalance(batch, parts, True) == pytest.approx(
+        max(loads) / np.mean(loads) - 1
+    )
+    most = max(micro_batches.cost(batch, [b], True) for b in range(7))
     assert max(loads) - min(loads) <= most
 
 
@@ -227,7 +229,7 @@ def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
 
 def test_each_tensor_is_written_by_the_rank_with_the_fewest_bytes():
     sizes = {"a": 6, "b": 4, "c": 1, "d": 2, "e": 9}
-    parts = [state.Part(rank, 2) for rank in range(2)]
+    parts = [state.CheckpointShard(rank, 2) for rank in range(2)]
     tensors = {name: torch.zeros(size) for name, size in sizes.items()}
     taken = [part.take(tensors) for part in parts]
     assert taken[0][1] == taken[1][1] == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 0}

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
 from tba.models.sharding import shard
-from tba.setup.memory import MemoryEstimate, planned_machine
+from tba.setup.machine import planned_machine
+from tba.setup.memory import MemoryEstimate
 
 RANKS = 64
 RANK = 3
@@ -64,10 +65,10 @@ def test_a_step_of_one_rank_of_64(model, alone):
     shard(t.policy, t.policy.model, "cpu", False, RANKS)
     t = replace(t, rank=RANK, ranks=RANKS)
     batch = random_batch(0, GROUPS, samples=3, longest=8)
-    slots = t.slots(batch)
-    assert sorted(b for slot in slots for own in slot.groups for b in own) == [*range(GROUPS)]
-    assert all(len(slot.groups) == RANKS for slot in slots)
-    counts = [sum(len(slot.groups[rank]) for slot in slots) for rank in range(RANKS)]
+    parts = t.micro_batches(batch)
+    assert sorted(b for part in parts for own in part.groups for b in own) == [*range(GROUPS)]
+    assert all(len(part.groups) == RANKS for part in parts)
+    counts = [sum(len(part.groups[rank]) for part in parts) for rank in range(RANKS)]
     assert set(counts) == {2, 3}
     with gradients_of(t) as gradients:
         assert math.isfinite(t.step(batch, 1)["grad_norm"])

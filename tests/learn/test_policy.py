@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tba.learn.policy
 import tba.models.forward
-from tba.learn import plan
+from tba.learn import layouts
 from tba.learn.policy import Policy, TokenLogp
 from tba.models.forward import enable_gradient_checkpointing
 from tba.objectives import Head
@@ -22,7 +22,7 @@ from tba.types import Batch, collate_tokens
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How prompts are shared: short rows are packed, longer ones have a cache."""
     if request.param == "cached":
-        monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(layouts, "PACKED_TOKENS", 0)
     return str(request.param)
 
 
@@ -119,9 +119,9 @@ def test_passes_over_similar_lengths_change_nothing(family, batch, monkeypatch):
     """One pass over all responses, and one for each of their lengths."""
     policy = Policy(make(family), 0.7)
     for tokens in (1000, 0):
-        monkeypatch.setattr(plan, "PASS_TOKENS", tokens)
+        monkeypatch.setattr(layouts, "PASS_TOKENS", tokens)
         lengths = {int(n) for n in batch.mask.sum(-1).flatten() if n > 1}
-        assert len(plan.plan_of(batch, True, False).passes) == (1 if tokens else len(lengths))
+        assert len(layouts.plan_of(batch, True, False).passes) == (1 if tokens else len(lengths))
         results = policy(batch), gradients(policy, batch)
         if tokens:
             whole = results
@@ -264,7 +264,7 @@ def test_responses_of_a_group_that_are_alike_run_once(share_prompt, monkeypatch)
     groups = [[[4, 5], [6], [4, 5], [4, 5, 7], [4, 0]], [[8], [8], [8], [8], [8]]]
     responses = [[np.array(tokens, np.int32) for tokens in group] for group in groups]
     batch = collate_tokens([np.array([2, 3], np.int32), np.array([9], np.int32)], responses)
-    assert plan.first_alike(batch).tolist() == [[0, 1, 0, 3, 4], [0] * 5]
+    assert layouts.first_alike(batch).tolist() == [[0, 1, 0, 3, 4], [0] * 5]
     model = make("llama")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -275,7 +275,7 @@ def test_responses_of_a_group_that_are_alike_run_once(share_prompt, monkeypatch)
     for every in (False, True):
         if every:
             each = torch.arange(5).expand(2, 5)
-            monkeypatch.setattr(plan, "first_alike", lambda _, each=each: each)
+            monkeypatch.setattr(layouts, "first_alike", lambda _, each=each: each)
         results.append((policy(batch)[:3], gradients(policy, batch)))
     assert heads == [9, 9, 15, 15]  # tokens of distinct responses, then of all
     torch.testing.assert_close(results[0], results[1], atol=1e-4, rtol=1e-4)

@@ -13,7 +13,8 @@ from talk import save_model
 from torch import Tensor
 
 from tba.config.tables import PolicyTable
-from tba.learn.plan import chunks, cost, filler, first_alike, pieces, plan_of, slots
+from tba.learn.layouts import first_alike, plan_of
+from tba.learn.micro_batches import chunks, cost, filler, split_batch, split_responses
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.objectives import Head
@@ -91,7 +92,7 @@ def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(tiny_model
     for budget in (1, 20, 60):
         policy.zero_grad()
         for chunk in map(batch.groups, chunks(batch, budget, True)):
-            for piece in pieces(chunk, budget, True):
+            for piece in split_responses(chunk, budget, True):
                 policy(piece).logp.sum().backward()
         parts = [p.grad for p in policy.parameters() if p.grad is not None]
         for a, b in zip(whole, parts, strict=True):
@@ -101,7 +102,7 @@ def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(tiny_model
 
 def test_ranks_make_one_pass_over_contexts_together(sessions):
     batch = collate(sessions)
-    shapes = [shape for slot in slots(batch, 1000, 2, True, True) for shape in slot.shapes]
+    shapes = [shape for part in split_batch(batch, 1000, 2, True, True) for shape in part.shapes]
     assert {shape.layout for shape in shapes} == {"plain"}
     assert not filler(batch).restarts.any()
 

@@ -18,7 +18,7 @@ import tba.setup.setup
 from tba.config.plugins import Plugin
 from tba.config.schema import load
 from tba.errors import StepError, WrongReference
-from tba.learn import plan
+from tba.learn import layouts, micro_batches
 from tba.learn.checks import check_lengths
 from tba.learn.trainer import _group_metrics
 from tba.models.forward import attention_mask, select
@@ -80,14 +80,16 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution():
 @pytest.mark.parametrize("shared", [True, False])
 def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch, shared):
     for budget in (1, 20, 35, 1000):
-        chunks = [batch.groups(part) for part in plan.chunks(batch, budget, shared)]
+        chunks = [batch.groups(part) for part in micro_batches.chunks(batch, budget, shared)]
         assert sum(len(c) for c in chunks) == len(batch)
         assert sum(int(c.mask.sum()) for c in chunks) == int(batch.mask.sum())
-        assert all(len(c) == 1 or plan.cost(c, range(len(c)), shared) <= budget for c in chunks)
-        pieces = [list(plan.pieces(c, budget, shared)) for c in chunks]
+        assert all(
+            len(c) == 1 or micro_batches.cost(c, range(len(c)), shared) <= budget for c in chunks
+        )
+        pieces = [list(micro_batches.split_responses(c, budget, shared)) for c in chunks]
         assert all(sum(p.samples for p in cut) == batch.samples for cut in pieces)
         for piece in chain(*pieces):
-            planned = plan.plan_of(piece, shared, can_pack=False)
+            planned = layouts.plan_of(piece, shared, can_pack=False)
             assert piece.samples == 1 or planned.tokens - planned.padding <= budget
 
 
@@ -100,7 +102,7 @@ def test_little_is_padding_where_lengths_are_log_normal(groups):
         lengths = rng.lognormal(np.log(150) - 0.6**2 / 2, 0.6, (groups, 16)).astype(int) + 1
         responses = [[rng.integers(9, size=n, dtype=np.int32) for n in group] for group in lengths]
         drawn = collate_tokens([np.zeros(100, np.int32)] * groups, responses)
-        planned = plan.plan_of(drawn, share_prompt=True, can_pack=False)
+        planned = layouts.plan_of(drawn, share_prompt=True, can_pack=False)
         assert sorted(chain(*planned.passes)) == list(range(16 * groups))
         padding += planned.padding
         tokens += planned.tokens
@@ -126,7 +128,7 @@ def test_log_probs_that_depend_on_the_batch_are_refused(tiny_model, broken, monk
     prompts = [np.array([3, 4, 13], np.int32), np.arange(2, 14, dtype=np.int32)]
     if broken == "cached":
         monkeypatch.setattr(tba.learn.policy, "select", misplaced)
-        monkeypatch.setattr(plan, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(layouts, "PACKED_TOKENS", 0)
     elif broken == "packed":
         monkeypatch.setattr(tba.learn.policy, "attention_mask", open_to_all)
     if broken is None:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, FalconConfig, FalconForCausalLM
 from tba.cli import _config
 from tba.config.schema import Config
 from tba.config.tables import PolicyTable
-from tba.learn.policy import Output, Policy
+from tba.learn.policy import Policy, PolicyOutput
 from tba.learn.trainer import SingleTrainer
 from tba.models.forward import enable_gradient_checkpointing
 from tba.models.lora import (
@@ -143,7 +143,7 @@ def test_gradients_of_adapters_follow_from_those_of_the_weights(family, path, ba
         policy = Policy(model, 0.7, share_prompt=shared, head=Head("response", 0.01))
         assert policy.readout is not None
         policy.readout.weight.data.fill_(0.1)
-        output: Output = policy(batch)
+        output: PolicyOutput = policy(batch)
         assert output.head is not None
         outputs.append((output.logp.detach(), output.head.detach()))
         ((output.logp + output.head) * batch.reward[..., None]).sum().backward()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tba.config.plugins import names, resolve
 from tba.config.tables import PolicyTable
-from tba.learn.plan import chunks, first_alike
+from tba.learn.layouts import first_alike
+from tba.learn.micro_batches import chunks
 from tba.learn.policy import Policy
 from tba.learn.publish import probe_tokens, sequences_of
 from tba.learn.trainer import _group_metrics

@@ -18,7 +18,8 @@ from tba.config.schema import load
 from tba.models.pretrained import load_empty_model
 from tba.runtime.placement import share
 from tba.setup import setup
-from tba.setup.memory import Machine, MemoryEstimate, group, planned_machine
+from tba.setup.machine import Machine, planned_machine
+from tba.setup.memory import MemoryEstimate, group
 
 ROOT = Path(__file__).parents[2]
 MATH = ROOT / "experiments" / "math_qwen7b_tba_prime.toml"
@@ -130,6 +131,61 @@ def test_ranks_that_lack_the_memory_are_refused(tiny_model, tmp_path, monkeypatc
     monkeypatch.setattr(setup, "this_machine", lambda: Machine(3, enough / 2 - 2, 1e12))
     with pytest.raises(ValueError, match=words):
         setup.check(config)
+
+
+AUTO = ("trainer.token_budget=auto", "trainer.devices=1", "runtime.lag=", "runtime.searchers=1")
+
+
+def budget(model: Path, *settings: str, gpus: str = "2x80", prompt: int = 100) -> int:
+    return needs(model, *AUTO, *settings, gpus=gpus, prompt=prompt).config.trainer.pass_tokens
+
+
+def test_an_automatic_token_budget_holds_whole_groups(tiny_model):
+    """In a small model, they fit: groups of 100 + 8 x (50 or 150) tokens, up to 16,384 tokens."""
+    groups = ("trainer.group_size=8", "sampling.samples=8", "sampling.max_tokens=50")
+    step = (*groups, "trainer.batch_size=800")
+    assert budget(tiny_model, *step) == 32 * 500
+    assert budget(tiny_model, *step, "policy.share_prompt=false") == 12 * (100 + 8 * 150)
+    assert budget(tiny_model, *step, "sampling.max_tokens=3000") == 100 + 8 * 3000
+    assert budget(tiny_model, *groups, "trainer.batch_size=32") == 16_384  # a step has less
+    assert budget(tiny_model, *step, "trainer.devices=4", gpus="5x80") == 16_384  # 25 each
+
+
+def test_an_automatic_token_budget_falls_until_it_fits_the_gpus(qwen):
+    """A group of the paper's run has 300 + 16 x 3,072 tokens."""
+    run = ("trainer.devices=4", "trainer.batch_size=512", "trainer.group_size=16")
+    run = (*run, "sampling.samples=16", "sampling.max_tokens=3072")
+    pieces = [300 + k * 3072 for k in range(1, 17)]
+    found = {card: budget(qwen, *run, gpus=f"8x{card}", prompt=300) for card in (72, 80, 120)}
+    # vLLM has 65 % of the searcher's GPU, the reference 2 bytes a number, CUDA 0.5 GB, the LM head
+    # 1.4 GB, and a layer of the reference 30 x 3584 + 8 x 18944 + 4 x 3584 bytes a token
+    left = (0.95 - 0.65) * 80e9 - 2 * NUMBERS - 0.5e9 - 1.4e9
+    assert left / (34 * 3584 + 8 * 18_944) == pytest.approx(25_123, abs=1)
+    assert found[80] == 300 + 8 * 3072 == 24_876
+    assert found[72] < found[80] and found[120] == pieces[-1]
+    for card, own in found.items():
+        for size in pieces[: pieces.index(own) + 2]:
+            tried = needs(qwen, *AUTO, *run, f"trainer.token_budget={size}", gpus=f"8x{card}")
+            cards = [n for gpu, n in tried.needed().items() if gpu is not None]
+            assert (max(cards) <= 0.95 * card * 1e9) == (size <= own)
+    assert budget(qwen, *run, gpus="8x24", prompt=300) == pieces[0]  # nothing fits
+
+
+def test_an_automatic_token_budget_is_fixed_where_no_gpu_is_known(qwen):
+    config = with_defaults(load(MATH, [f"policy.model={qwen}", *AUTO]))
+    assert MemoryEstimate.of(config, Machine(0, 0, 1e12), 100).config.trainer.token_budget == 16_384
+    assert budget(qwen, "runtime.address=auto") == 16_384
+    assert budget(qwen, "trainer.token_budget=777") == 777
+
+
+def test_a_run_has_the_automatic_budget_of_its_machine(tiny_model, pretend):
+    given = ["task=arithmetic", "trainer.batch_size=2000", "trainer.group_size=4"]
+    given += ["sampling.samples=4", "sampling.max_tokens=8", "eval.prompts=0"]
+    config = load(None, [f"policy.model={tiny_model}", *given])
+    found = setup.check(config)
+    group_tokens = len(found.extremes[1]) + 4 * 8
+    assert config.trainer.token_budget == "auto"
+    assert found.config.trainer.token_budget == 16_384 // group_tokens * group_tokens
 
 
 def test_processes_share_gpus_as_ray_lets_them(qwen):

@@ -12,7 +12,7 @@ import pytest
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, load
 from tba.runs.folder import CHECKPOINTS
-from tba.setup.memory import planned_machine
+from tba.setup.machine import planned_machine
 from tba.tasks import Task
 from tba.tools.check import DUMMY, as_toml, dry_run
 

@@ -12,7 +12,8 @@ from tba.config.plugins import with_defaults
 from tba.config.schema import Config, load
 from tba.open import run
 from tba.runs.folder import METRICS, read
-from tba.setup.memory import Machine, MemoryEstimate
+from tba.setup.machine import Machine
+from tba.setup.memory import MemoryEstimate
 from tba.tools.plan import Rates, forecast, groups_a_step, plan, rates_of
 
 LATENCY = 0.5

@@ -1,6 +1,6 @@
-"""Plan of a forward pass: how a batch is divided, and the layout of the model's input."""
+"""Layouts of a forward pass: how the responses of a batch become rows of the model's input."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tba.models.forward import EVERYONE, NOBODY, positions
-from tba.types import AnyBatch, TokenBatch
+from tba.types import TokenBatch
 
 Layout = Literal["packed", "cached", "plain"]
 """packed: a prompt and its responses in one row; cached: the prompt first, then the responses with
@@ -41,153 +41,6 @@ class Plan:
     """Tokens that the model processes."""
     padding: int
     """Padding among these tokens."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Passes over one micro-batch that all ranks run together."""
-
-    layout: Layout | None = None
-    """None: the fastest one, if there is a single rank."""
-    passes: int = 0
-    """Passes over responses, after the one over prompts, if the layout is `cached`; else 0."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Micro-batches that run at the same time; every rank takes part in every collective."""
-
-    groups: tuple[tuple[int, ...], ...]
-    """Groups of the batch that each rank runs; a rank with none runs a filler."""
-    shapes: tuple[Shape, ...]
-    """Shape of each piece of the groups' responses, in order."""
-
-
-def slots(
-    batch: TokenBatch, token_budget: int, ranks: int, share_prompt: bool, can_pack: bool
-) -> list[Slot]:
-    """Divide a batch into whole groups for each rank, and these into slots.
-
-    The longest groups go to the least loaded ranks first. Ranks whose layers are sharded must run
-    the same passes in the same order, or they deadlock: a rank with fewer pieces or passes than
-    another one runs empty ones.
-    """
-    if ranks == 1:
-        alone = []
-        for part in chunks(batch, token_budget, share_prompt):
-            cut = list(pieces(batch.groups(part), token_budget, share_prompt))
-            alone.append(Slot((tuple(part),), (Shape(),) * len(cut)))
-        return alone
-    shares = _shares(batch, ranks, share_prompt)
-    divided = [_items(batch, own, token_budget, share_prompt) for own in shares]
-    aligned = []
-    for number in range(max(len(items) for items in divided)):
-        items = [items[number] if number < len(items) else [] for items in divided]
-        groups = tuple(tuple(item) for item in items)
-        own_batches = [batch.groups(g) for g in groups if g]
-        divided_groups = [list(pieces(own, token_budget, share_prompt)) for own in own_batches]
-        shapes = []
-        for place in range(max(map(len, divided_groups))):
-            own = [each[place] for each in divided_groups if place < len(each)]
-            shapes.append(_shape([plan_of(piece, share_prompt, can_pack) for piece in own], own))
-        aligned.append(Slot(groups, tuple(shapes)))
-    return aligned
-
-
-def _shape(plans: Sequence["Plan"], batches: Sequence[TokenBatch]) -> Shape:
-    """Return a shape that fits all of these plans: packed only if each of them is."""
-    layouts = {plan.layout for plan in plans}
-    if "plain" in layouts:
-        return Shape("plain", 0)
-    if len(layouts) == 1 and layouts != {"cached"}:
-        return Shape(plans[0].layout, 0)
-    cached = [
-        plan if plan.layout == "cached" else plan_of(batch, True, False, "cached")
-        for plan, batch in zip(plans, batches, strict=True)
-    ]
-    return Shape("cached", max(len(plan.passes) for plan in cached))
-
-
-def _shares(batch: TokenBatch, ranks: int, share_prompt: bool) -> list[list[int]]:
-    """Assign groups to ranks: the longest first, each to the rank with the fewest tokens."""
-    costs = [cost(batch, [b], share_prompt) for b in range(len(batch))]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for b in sorted(range(len(batch)), key=lambda b: -costs[b]):
-        rank = tokens.index(min(tokens))
-        shares[rank].append(b)
-        tokens[rank] += costs[b]
-    return shares
-
-
-def _items(
-    batch: TokenBatch, own: Sequence[int], token_budget: int, share_prompt: bool
-) -> list[list[int]]:
-    """Divide a rank's groups into micro-batches, sorted by pieces and tokens, most first."""
-    if not own:
-        return []
-    parts = chunks(batch.groups(own), token_budget, share_prompt)
-    items = [[own[b] for b in part] for part in parts]
-
-    def size(item: list[int]) -> tuple[int, int]:
-        cut = list(pieces(batch.groups(item), token_budget, share_prompt))
-        return len(cut), cost(batch, item, share_prompt)
-
-    return sorted(items, key=size, reverse=True)
-
-
-def imbalance(batch: TokenBatch, slots: Sequence[Slot], share_prompt: bool) -> float:
-    """Return the excess of the most loaded rank's tokens over the mean, relative to the mean."""
-    tokens = np.zeros(len(slots[0].groups))
-    for slot in slots:
-        tokens += [cost(batch, own, share_prompt) if own else 0 for own in slot.groups]
-    return float(tokens.max() / tokens.mean() - 1)
-
-
-def chunks(batch: TokenBatch, token_budget: int, share_prompt: bool) -> Iterator[list[int]]:
-    """Yield the groups of each micro-batch, with at most `token_budget` tokens if possible."""
-    part: list[int] = []
-    # groups of similar length together: less padding
-    for b in torch.argsort(batch.present.sum(-1).amax(1), stable=True).tolist():
-        if part and cost(batch, [*part, b], share_prompt) > token_budget:
-            yield part
-            part = []
-        part.append(b)
-    yield part
-
-
-def pieces(batch: AnyBatch, token_budget: int, share_prompt: bool) -> Iterator[AnyBatch]:
-    """Yield pieces of a batch along K, each of at most `token_budget` tokens if possible."""
-    prompts = len(batch) * int(batch.prompt_mask.sum(-1).max())
-    again = prompts if not share_prompt or batch.restarts.any() else 0
-    start = 0
-    tokens = 0
-    for k, added in enumerate((batch.present.sum((0, 2)) + again).tolist()):
-        if k > start and prompts + tokens + added > token_budget:
-            yield batch.slice(slice(start, k))
-            start = k
-            tokens = 0
-        tokens += added
-    yield batch.slice(slice(start, batch.samples))
-
-
-def filler(batch: AnyBatch) -> AnyBatch:
-    """Return the shortest response of the batch, for ranks without a group."""
-    lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
-    group, sample = divmod(int(lengths.argmin()), batch.samples)
-    shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
-    return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
-
-
-def cost(batch: TokenBatch, groups: Sequence[int], share_prompt: bool) -> int:
-    """Return the number of tokens that the policy processes for these groups.
-
-    Each prompt counts once, and once more for each response if responses have separate rows.
-    """
-    longest = int(batch.prompt_mask[list(groups)].sum(-1).max())
-    apart = not share_prompt or bool(batch.restarts[list(groups)].any())
-    times = 1 + batch.samples * apart
-    return len(groups) * times * longest + int(batch.present[list(groups)].sum())
 
 
 def plan_of(

@@ -1,0 +1,138 @@
+"""Micro-batches of a step: whole groups, or pieces of one, that each rank runs in a pass."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tba.learn.layouts import Layout, plan_of
+from tba.types import AnyBatch, TokenBatch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Passes over one piece of a micro-batch that all ranks run together."""
+
+    layout: Layout | None = None
+    """None: the fastest one, if there is a single rank."""
+    passes: int = 0
+    """Passes over responses, after the one over prompts, if the layout is `cached`; else 0."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Groups that all ranks run at the same time; every rank takes part in every collective."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of the batch that each rank runs; a rank with none runs a filler."""
+    shapes: tuple[Shape, ...]
+    """Shape of each piece of the groups' responses, in order."""
+
+
+def split_batch(
+    batch: TokenBatch, token_budget: int, ranks: int, share_prompt: bool, can_pack: bool
+) -> list[MicroBatch]:
+    """Divide a batch into micro-batches of whole groups, for each rank.
+
+    Ranks whose layers are sharded must run the same passes in the same order, or they deadlock: a
+    rank with fewer pieces or passes than another one runs empty ones.
+    """
+
+    def pieces(groups: Sequence[int]) -> list[TokenBatch]:
+        return list(split_responses(batch.groups(groups), token_budget, share_prompt))
+
+    if ranks == 1:
+        parts = chunks(batch, token_budget, share_prompt)
+        return [MicroBatch((tuple(part),), (Shape(),) * len(pieces(part))) for part in parts]
+    # the longest groups first, each to the rank with the fewest tokens
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    costs = [cost(batch, [b], share_prompt) for b in range(len(batch))]
+    for b in sorted(range(len(batch)), key=lambda b: -costs[b]):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(b)
+        tokens[rank] += costs[b]
+    # micro-batches of about the same size run at the same time, so that no rank waits for long
+    queues: list[list[tuple[int, ...]]] = []
+    for own in shares:
+        parts = chunks(batch.groups(own), token_budget, share_prompt) if own else iter(())
+        queue = [tuple(own[b] for b in part) for part in parts]
+        queue.sort(key=lambda g: (len(pieces(g)), cost(batch, g, share_prompt)), reverse=True)
+        queues.append(queue)
+    aligned = []
+    for number in range(max(map(len, queues))):
+        groups = tuple(queue[number] if number < len(queue) else () for queue in queues)
+        divided = [pieces(own) for own in groups if own]
+        shapes = []
+        for place in range(max(map(len, divided))):
+            at_once = [own[place] for own in divided if place < len(own)]
+            shapes.append(_common_shape(at_once, share_prompt, can_pack))
+        aligned.append(MicroBatch(groups, tuple(shapes)))
+    return aligned
+
+
+def _common_shape(batches: Sequence[TokenBatch], share_prompt: bool, can_pack: bool) -> Shape:
+    """Return a shape that fits all of these batches: packed only if each of them is."""
+    plans = [plan_of(batch, share_prompt, can_pack) for batch in batches]
+    layouts = {plan.layout for plan in plans}
+    if "plain" in layouts:
+        return Shape("plain")
+    if layouts == {"packed"}:
+        return Shape("packed")
+    cached = [plan_of(batch, True, False, "cached") for batch in batches]
+    return Shape("cached", max(len(plan.passes) for plan in cached))
+
+
+def imbalance(batch: TokenBatch, parts: Sequence[MicroBatch], share_prompt: bool) -> float:
+    """Return the excess of the most loaded rank's tokens over the mean, relative to the mean."""
+    tokens = np.zeros(len(parts[0].groups))
+    for part in parts:
+        tokens += [cost(batch, own, share_prompt) if own else 0 for own in part.groups]
+    return float(tokens.max() / tokens.mean() - 1)
+
+
+def chunks(batch: TokenBatch, token_budget: int, share_prompt: bool) -> Iterator[list[int]]:
+    """Yield the groups of each micro-batch, with at most `token_budget` tokens if possible."""
+    part: list[int] = []
+    # groups of similar length together: less padding
+    for b in torch.argsort(batch.present.sum(-1).amax(1), stable=True).tolist():
+        if part and cost(batch, [*part, b], share_prompt) > token_budget:
+            yield part
+            part = []
+        part.append(b)
+    yield part
+
+
+def split_responses(batch: AnyBatch, token_budget: int, share_prompt: bool) -> Iterator[AnyBatch]:
+    """Yield pieces of a batch along K, each of at most `token_budget` tokens if possible."""
+    prompts = len(batch) * int(batch.prompt_mask.sum(-1).max())
+    again = prompts if not share_prompt or batch.restarts.any() else 0
+    start = 0
+    tokens = 0
+    for k, added in enumerate((batch.present.sum((0, 2)) + again).tolist()):
+        if k > start and prompts + tokens + added > token_budget:
+            yield batch.slice(slice(start, k))
+            start = k
+            tokens = 0
+        tokens += added
+    yield batch.slice(slice(start, batch.samples))
+
+
+def filler(batch: AnyBatch) -> AnyBatch:
+    """Return the shortest response of the batch, for ranks without a group."""
+    lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
+    group, sample = divmod(int(lengths.argmin()), batch.samples)
+    shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
+    return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
+
+
+def cost(batch: TokenBatch, groups: Sequence[int], share_prompt: bool) -> int:
+    """Return the number of tokens that the policy processes for these groups.
+
+    Each prompt counts once, and once more for each response if responses have separate rows.
+    """
+    longest = int(batch.prompt_mask[list(groups)].sum(-1).max())
+    apart = not share_prompt or bool(batch.restarts[list(groups)].any())
+    times = 1 + batch.samples * apart
+    return len(groups) * times * longest + int(batch.present[list(groups)].sum())
