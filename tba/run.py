@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
-from tba.agents.chat import shown
+from tba.agents.chat import authors, shown
 from tba.engines import SearchError
 from tba.learn import Trainer, TrainerLost, TrainerSizes, WrongReference, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
@@ -236,8 +236,9 @@ class Run:
         for t in {id(t): t for t in group.trajectories}.values():
             completion = shown(text, t, self.config.sampling.stop)
             self.journal.sample(
-                self.step, "train", prompt, completion, t.reward, t.version,
-                id=row.id, columns=row.columns, drawn=drawn[id(t)],
+                self.step, "train", prompt, completion, t.reward, t.version, t.items,
+                id=row.id, columns=row.columns, drawn=drawn[id(t)], finished=t.finished,
+                authors=authors(text, t),
             )  # fmt: skip
         if not self.parts.held_out:  # else the console shows a held-out prompt
             self.console.sample(prompt, completion, t.reward)
@@ -278,8 +279,9 @@ class Run:
             for x in e.examples:
                 self.journal.sample(
                     e.version, "eval", x.prompt, x.completion, x.reward, e.version, x.notes,
-                    e.requested, x.id, x.columns,
+                    e.requested, x.id, x.columns, finished=x.finished, authors=x.authors,
                 )  # fmt: skip
+            self.journal.scores(e.version, e.requested, e.prompts, e.by_prompt)
             self.console.evaluation(e)
 
     def keep_config(self) -> None:
