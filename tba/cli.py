@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -222,11 +223,17 @@ def evaluate(
 def report(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
+    is_watched: Annotated[
+        bool, Option("--watch", help="Rewrite the page until the runs end; it reloads itself.")
+    ] = False,
 ) -> None:
     """Write a report of runs, or of a study: one HTML page that needs no network."""
     from tba.tools.report import report as draw
+    from tba.tools.report import watch
 
-    print(draw(runs, out))
+    if is_watched:
+        os.nice(19)  # the run has precedence
+    print(watch(runs, out, partial(print, flush=True)) if is_watched else draw(runs, out))
 
 
 @app.command()

@@ -7,19 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from tba.config.schema import DEFAULT, load
 from tba.open import run
-from tba.runs.folder import METRICS, SAMPLES, SUMMARY, WARNINGS, read
+from tba.runs.folder import METRICS, SAMPLES, SUMMARY, WARNINGS, locked, read
 from tba.runs.metrics import PANELS
-from tba.tools.report import report
+from tba.tools.report import report, watch
 from tba.tools.report.runs import AXES
 from tba.tools.study import Ledger, Trial
 
@@ -413,3 +415,76 @@ def test_the_demo_takes_no_more_processor_time_than_three_minutes_on_two_cores(m
     summary = json.loads((made.folder / SUMMARY).read_text())
     assert summary["finished"] and summary["steps"] == 300
     assert 10 < made.seconds < 2 * 180  # read in vain, it would be near 0
+
+
+def test_a_watched_page_reloads_and_keeps_its_place(browser, demo, tmp_path):
+    """A run that is written while a browser shows its page; the page ends as one that stays."""
+    run, told = tmp_path / "live", []
+    shutil.copytree(demo, run)
+    lines = (run / METRICS).read_text().splitlines(keepends=True)
+    (run / SUMMARY).unlink()
+    (run / METRICS).write_text("".join(lines[:20]))
+    path = run / "report" / "index.html"
+    path.unlink(missing_ok=True)
+    with ExitStack() as running, ThreadPoolExecutor(1) as pool:
+        running.enter_context(locked(run))
+        watched = pool.submit(watch, [run], None, told.append, every=0.5)
+        while not told:
+            time.sleep(0.05)
+        page = browser.new_page(viewport={"width": WIDE, "height": 700})
+        page.goto(path.as_uri())
+        page.wait_for_selector(".wide canvas")
+        page.locator("[name=kind]").select_option("eval")
+        page.locator(".panels .values summary").first.click()
+        page.locator("h2", has_text="Held-out prompts").evaluate("head => head.scrollIntoView()")
+        top = "Math.round([...document.querySelectorAll('h2')].find("
+        top += "head => head.textContent === 'Held-out prompts').getBoundingClientRect().top)"
+        before = page.evaluate(top)
+        page.evaluate("window.isOld = true")
+        (run / METRICS).write_text("".join(lines))
+        until(page, "!window.isOld && document.body.innerText.includes('30 of 30')")
+        page.wait_for_selector(".wide canvas")
+        until(page, f"Math.abs({top} - {before}) < 3")
+        assert page.locator("[name=kind]").input_value() == "eval"
+        assert page.locator(".panels .values").first.get_attribute("open") is not None
+        running.close()
+        assert watched.result(timeout=30) == path
+    assert "step 30/30, running" in told[-1] and "data-reload" not in path.read_text()
+    page.close()
+
+
+def test_runs_are_hidden_by_a_click_and_legends_have_names(browser, demo, spiky, tmp_path):
+    with opened(browser, report([demo, spiky], tmp_path)) as page:
+        legend = page.locator(".wide .u-legend")
+        assert "demo" in legend.inner_text() and "spiky" in legend.inner_text()
+        page.locator(".key label", has_text="spiky").click()
+        until(page, "!document.querySelector('.wide .u-legend').innerText.includes('spiky')")
+        assert "demo" in legend.inner_text()
+        names = page.locator(".u-series:not(.quiet) th").all_inner_texts()
+        assert names and all(name.strip() for name in names)
+
+
+def test_a_dialogue_is_a_bubble_for_each_turn(browser, demo, tmp_path):
+    """Sampled parts, tool calls, results, a second context, and what was cut off."""
+    run = tmp_path / "agent"
+    shutil.copytree(demo, run)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call><|im_end|>'
+    given = "\n<|im_start|>tool\n3 <b>\n<|im_start|>assistant\n"
+    texts = [("sampled", call), ("given", given), ("sampled", "three"), ("restart", "again"),
+             ("sampled", "3")]  # fmt: skip
+    ends = np.cumsum([len(text) for _, text in texts]).tolist()
+    row = {"step": 1, "kind": "train", "version": 0, "reward": 1.0, "id": "7", "cut": True}
+    row |= {"prompt": "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n"}
+    row |= {"completion": "".join(text for _, text in texts)}
+    row["authors"] = [[who, end] for (who, _), end in zip(texts, ends, strict=True)]
+    (run / SAMPLES).write_text(json.dumps(row) + "\n")
+    with opened(browser, report([run])) as page:
+        group = page.locator(".group")
+        roles = group.locator(".turn > span:first-child").all_inner_texts()
+        assert roles[:3] == ["user", "assistant", "policy"]
+        assert group.locator(".turn.sampled").count() == 3
+        assert group.locator(".call").inner_text() == "add(a = 1, b = [2])"
+        assert group.locator(".token").first.inner_text() == "<|im_start|>"
+        assert group.locator(".context").inner_text().startswith("context 2")
+        assert "cut off" in group.locator(".cut").inner_text()
+        assert "3 <b>" in group.inner_text()

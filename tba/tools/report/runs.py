@@ -19,6 +19,7 @@ from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
 from tba.tools.report.page import (
     MODES,
+    NotBegun,
     duration,
     fitted,
     measures_of,
@@ -30,6 +31,8 @@ from tba.tools.report.page import (
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Choices for the x axis of the reward chart, and their labels on the switch."""
+COLOURS = 10
+"""Number of colours of lines in style.css; charts.js has the same."""
 POINTS = 1000
 """Maximum number of points of a line. The points of a longer run are means over several steps."""
 OTHERS = SECTIONS[-1].title
@@ -262,6 +265,11 @@ class Record:
             group = groups.setdefault(key, {**about, "columns": s.get("columns", {}), "by_key": {}})
             shown = {name: s[name] for name in ("step", "version", "reward", "completion")}
             shown |= {"notes": s.get("notes", {}), "drawn": s.get("drawn", 1)}
+            shown |= {"cut": True} if s.get("cut") else {}
+            if authors := s.get("authors"):
+                starts = [0, *(end for _, end in authors)]
+                places = zip(authors, starts, strict=False)
+                shown["parts"] = [[who, s["completion"][at:end]] for (who, end), at in places]
             by_key = group["by_key"]
             by_key[len(by_key) if trained_on else s["step"]] = (
                 shown  # an evaluation may be repeated
@@ -359,7 +367,7 @@ def _totals(path: Path, steps: pd.DataFrame) -> Row:
     return {**newest, **waits, "seconds": newest["time"], "status": state_of(path).text}
 
 
-def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
+def report_runs(runs: Sequence[Path], out: Path | None = None, reload: float = 0.0) -> Path:
     """Write the page, by default to `report` in the run's folder, or here for several runs."""
     paths = list(dict.fromkeys(path.expanduser().resolve() for path in runs))
     if not paths:
@@ -369,13 +377,13 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     begun = []
     for path in paths:
         name = path.name if count[path.name] == 1 else str(path)
-        record = read_record(path, name, f"var(--line{len(records) % 12})")
+        record = read_record(path, name, f"var(--line{len(records) % COLOURS})")
         if record is None:
             begun.append(name)
         else:
             records.append(record)
     if not records:
-        raise ValueError(
+        raise NotBegun(
             f"{paths[0]} has no metrics yet; type `tba report {paths[0]}` after its first step"
         )
     folder = out or (runs[0].expanduser() / "report" if len(paths) == 1 else Path("report"))
@@ -398,5 +406,5 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
         "sections": charts.sections(), "others": OTHERS,
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
-    files = ("uplot.min.js", "charts.js", "report.js")
-    return write_page(folder, "report.html", {**values, "script": script(*files)})
+    files = ("uplot.min.js", "charts.js", "transcripts.js", "report.js", "reload.js")
+    return write_page(folder, "report.html", {**values, "script": script(*files)}, reload)

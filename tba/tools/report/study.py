@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pandas as pd
 
 from tba.runs.folder import Row
-from tba.tools.report.page import duration, script, with_stderr, write_page
+from tba.tools.report.page import NotBegun, duration, script, with_stderr, write_page
 from tba.tools.study import SEED, curve, phrase, read_ledger, read_metrics, write_results
 
 COLUMNS = {
@@ -187,7 +187,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     page = out or folder / "report"
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
     if begun.empty:
-        raise ValueError(
+        raise NotBegun(
             f"{folder} has no evaluations yet; type `tba report {folder}` again after its first run"
         )
     layouts = {grid: lay_out(folder, some) for grid, some in begun.groupby("grid", sort=False)}
