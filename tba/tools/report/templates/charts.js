@@ -14,7 +14,7 @@ const LOOKS = { // in pixels: height of a plot, sizes of its axes, minimum dista
   "": { height: 190, below: 28, beside: 58, apart: 30, text: 12 },
   wide: { height: 320, below: 28, beside: 58, apart: 30, text: 12 },
   study: { height: 250, below: 28, beside: 58, apart: 30, text: 12 },
-  small: { height: 124, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
+  small: { height: 138, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
 };
 const NEAR = 4; // values on each side that an outlier is compared with
 const charts = new Map(); // by the element that contains the plot
@@ -70,7 +70,7 @@ function linesOf(chart, x) {
     const rows = evaluated ? run.evaluations : run.steps;
     if (!rows[metric] || hidden.has(r)) return;
     const count = chart.form === "count";
-    const own = several && chart.metrics.length === 1 ? "" : chart.labels[m] || (several ? metric : chart.title);
+    const own = several && chart.metrics.length === 1 ? "" : chart.labels[m] || (several ? metric : run.name);
     const ofRun = several ? run.name + (own && ",\u00a0") : "";
     const y = count ? rows[metric].map((value) => value ?? 0) : rows[metric], spread = rows[chart.spread[m]];
     lines.push({
@@ -161,7 +161,7 @@ function draw(place) {
       share: { range: rangeOf("share", cut.share) },
     },
     axes: [
-      axisOf("", { size: below, ...(own.ticks ? { splits: () => own.ticks, filter: (_, splits) => splits } : {}) }),
+      axisOf("", { label: own.label, labelSize: 14, labelGap: 0, labelFont: axis.font, size: below, ...(own.ticks ? { splits: () => own.ticks, filter: (_, splits) => splits } : {}) }),
       axisOf(chart.form, { size: beside, space: apart }),
       axisOf("share", { scale: "share", side: 1, show: chart.shares?.length > 0, size: beside, space: apart, grid: { show: false } }),
     ],
@@ -287,6 +287,13 @@ const sizes = new ResizeObserver((entries) => requestAnimationFrame(() => {
   }
   isDrawn();
 }));
+// On paper, charts have the width of the printed page.
+function fitCharts(isPrinted) {
+  document.documentElement.classList.toggle("printed", isPrinted);
+  for (const [place, plot] of charts) if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: plot.height });
+}
+addEventListener("beforeprint", () => fitCharts(true));
+addEventListener("afterprint", () => fitCharts(false));
 for (const place of document.querySelectorAll(".plot")) {
   const figure = place.closest("figure"), details = figure.querySelector(".values");
   sizes.observe(place);
