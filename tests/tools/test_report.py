@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from html import unescape
 from itertools import product
 from math import nan
@@ -244,10 +245,10 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
     assert (only["form"], only["shares"]) == ("share", ())  # the axis on the left
 
 
-SCORES = [("distance", "distance", "number"), ("win_rate", "win rate", "share")]
+MEASURED = [("distance", "distance", "number"), ("win_rate", "win rate", "share")]
 
 
-@pytest.mark.parametrize(("score", "title", "form"), SCORES)
+@pytest.mark.parametrize(("score", "title", "form"), MEASURED)
 def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, form):
     """Diversity of red-teaming, beside its success rate; the win rate of TL;DR."""
     names = ("reward", "pass@1", score, f"{score}_stderr")
@@ -462,3 +463,10 @@ def test_settings_are_shown_with_the_steps_that_had_them(tmp_path):
     assert "Settings that changed" not in report([other]).read_text()
     compared = report([run, other], tmp_path / "both").read_text()
     assert "Settings that changed in run" in compared and compared.count(text) == 2
+
+
+def test_the_pictures_in_the_docs_are_of_these_templates():
+    path = Path(__file__).parents[2] / "scripts" / "screenshots.py"
+    screenshots = runpy.run_path(str(path))
+    old = "the templates changed: take the pictures again with scripts/screenshots.py"
+    assert screenshots["DIGEST"].read_text().strip() == screenshots["digest"](), old

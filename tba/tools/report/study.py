@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 
 from tba.runs.folder import Row
+from tba.tools.report.compare import CLEAR, STAR
 from tba.tools.report.page import NotBegun, duration, script, with_stderr, write_page
 from tba.tools.study import SEED, curve, phrase, read_ledger, read_metrics, write_results
 
@@ -78,6 +80,16 @@ class Layout:
         ranks = ranks.dropna().sort_values(["failed", "mean"], ascending=[True, False])
         return None if ranks.empty else int(ranks.index[0])
 
+    def is_clear(self, best: int, settings: pd.Index) -> bool:
+        """Return whether a setting is more than two standard errors above every other one.
+
+        False if it has one seed, as the spread over seeds is then unknown.
+        """
+        ends = self.ends["last"].loc[settings].dropna(subset="mean")
+        others = ends.drop(index=best)
+        errors = np.hypot(others["sem"], ends["sem"][best])
+        return bool((ends["mean"][best] - others["mean"] > CLEAR * errors).all())
+
     def texts(self, name: str) -> pd.Series:
         """Return the mean and standard error of a column for each setting, as text."""
         of_metric = "{:.1%}" if "pass@" in self.metric else "{:.3f}"
@@ -140,8 +152,8 @@ def _table(layout: Layout) -> pd.DataFrame:
     blocks = panels(layout.settings, *(layout.numeric or layout.keys)).values()
     for block in blocks:
         best = layout.best(block.index)
-        if len(block) > 1 and best is not None:
-            shown.loc[best, "end"] += "\N{NO-BREAK SPACE}★"
+        if len(block) > 1 and best is not None and layout.is_clear(best, block.index):
+            shown.loc[best, "end"] += STAR
     return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
 
 
