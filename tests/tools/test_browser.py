@@ -487,11 +487,11 @@ def test_a_dialogue_is_a_bubble_for_each_turn(browser, demo, tmp_path):
     (run / SAMPLES).write_text(json.dumps(row) + "\n")
     with opened(browser, report([run])) as page:
         group = page.locator(".group")
-        roles = group.locator(".turn > span:first-child").all_inner_texts()
+        roles = group.locator(".role").all_inner_texts()
         assert roles[:3] == ["user", "assistant", "policy"]
         assert group.locator(".turn.sampled").count() == 3
         assert group.locator(".call").inner_text() == "add(a = 1, b = [2])"
-        assert group.locator(".token").first.inner_text() == "<|im_start|>"
+        assert group.locator(".token").first.inner_text() == "<|im_start|>user"
         assert group.locator(".context").inner_text().startswith("context 2")
         assert "cut off" in group.locator(".cut").inner_text()
         assert "3 <b>" in group.inner_text()

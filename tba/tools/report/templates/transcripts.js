@@ -21,18 +21,22 @@ function shownCall([text, json]) {
   } catch { return text; }
 }
 
-const withTokens = (text) => marked(text, TOKEN, ([token]) => element("span", { className: "token" }, token));
+const shownToken = (token) => element("span", { className: "token" }, token);
+const withTokens = (text) => marked(text, TOKEN, ([token]) => shownToken(token));
 const shownText = (text) => marked(text, CALL, shownCall, withTokens);
 
 // Bubbles of a text that one author wrote; a turn without a marker has the role `first`.
 function turnsOf(text, author, first) {
   const turns = [], begun = [...text.matchAll(ROLE)];
-  const add = (role, body) => { if (body.trim()) turns.push([role, body]); };
-  add(first, text.slice(0, begun[0]?.index ?? text.length));
-  begun.forEach((match, i) => add(match.slice(1).find(Boolean).toLowerCase(), text.slice(match.index, begun[i + 1]?.index ?? text.length)));
-  return turns.map(([role, body]) => {
+  const before = text.slice(0, begun[0]?.index ?? text.length);
+  if (before.trim()) turns.push([first, "", before]);
+  begun.forEach((match, i) => {
+    const body = text.slice(match.index + match[0].length, begun[i + 1]?.index ?? text.length);
+    turns.push([match.slice(1).find(Boolean).toLowerCase(), match[0].trim().replace("\n", "⏎"), body]);
+  });
+  return turns.map(([role, marker, body]) => {
     const known = ["user", "assistant"].includes(role) ? role : "", shown = author === "sampled" ? "policy" : role;
-    return element("div", { className: `turn ${author} ${known}` }, element("span", {}, shown), ...shownText(body));
+    return element("div", { className: `turn ${author} ${known}` }, element("span", { className: "role" }, shown), shownToken(marker), marker && "\n", ...shownText(body.trim()));
   });
 }
 
