@@ -4,8 +4,8 @@
         study=PAGE
 
 A digest of the templates is written beside the pictures; a test fails if the templates have changed
-since. Each PAGE is the `index.html` of a report, or its folder; PAGE#ID takes one figure of a study.
-Needs Playwright (`pip install playwright`) and a Chromium of the system.
+since. Each PAGE is the `index.html` of a report, or its folder; PAGE#ID takes one figure of a
+study. Needs Playwright (`pip install playwright`) and a Chromium of the system.
 """
 
 import hashlib

@@ -44,4 +44,6 @@ def best_checkpoint(run: Path, evaluations: pd.DataFrame, measure: str) -> tuple
     kept = {step_of(generation) for generation in generations(run / CHECKPOINTS)}
     if step not in kept:
         return f"{text}; its checkpoint was not kept (checkpoint.keep_best=true)", ""
-    return text, f"tba export {quote(str(run))} FOLDER --step {step}"
+    here = Path.cwd()
+    shown = run.relative_to(here) if run.is_relative_to(here) else run
+    return text, f"tba export {quote(str(shown))} FOLDER --step {step}"
