@@ -464,6 +464,7 @@ def test_runs_are_hidden_by_a_click_and_legends_have_names(browser, demo, spiky,
     with opened(browser, report([demo, spiky], tmp_path)) as page:
         legend = page.locator(".wide .u-legend")
         assert "demo" in legend.inner_text() and "spiky" in legend.inner_text()
+        assert "paired over 16 prompts" in page.locator("table[data-name=differences]").inner_text()
         page.locator(".key label", has_text="spiky").click()
         until(page, "!document.querySelector('.wide .u-legend').innerText.includes('spiky')")
         assert "demo" in legend.inner_text()

@@ -397,7 +397,7 @@ def write_scores(run: Path, prompts: str, scores: list[float | None]) -> None:
 
 
 def test_a_difference_is_paired_by_prompt_and_marked_above_two_standard_errors(tmp_path):
-    """Four prompts: B is .5 better on three of them, .5 and 0 better than C's two known ones."""
+    """Differences of .5, .5, .5 and 0; without the unscored prompt, of .5, .5 and -.5."""
     runs = [write(tmp_path / name, beta=beta) for name, beta in (("a", 0.1), ("b", 0.2))]
     write_scores(runs[0], "same", [0.0, 0.25, 0.5, 0.5])
     write_scores(runs[1], "same", [0.5, 0.75, 1.0, 0.5])
