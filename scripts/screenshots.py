@@ -3,10 +3,12 @@
     python scripts/screenshots.py wide=PAGE narrow=PAGE completions=PAGE running=PAGE two=PAGE \\
         study=PAGE
 
-Each PAGE is the `index.html` of a report, or its folder; PAGE#ID takes one figure of a study.
-Needs Playwright (`pip install playwright`) and a Chromium of the system.
+A digest of the templates is written beside the pictures; a test fails if the templates have changed
+since. Each PAGE is the `index.html` of a report, or its folder; PAGE#ID takes one figure of a
+study. Needs Playwright (`pip install playwright`) and a Chromium of the system.
 """
 
+import hashlib
 import os
 import shutil
 import sys
@@ -14,14 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import sync_playwright
 
 DOCS = Path(__file__).parent.parent / "docs"
-SIZES = {"narrow": (390, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1500)}
-OTHER = (1200, 1180)
+SIZES = {"narrow": (375, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1500)}
+OTHER = (1600, 1180)
 PARTS = {"completions": "Completions"}
 """The heading at which a picture begins."""
 COLOURS = 256
+TEMPLATES = DOCS.parent / "tba" / "tools" / "report" / "templates"
+DIGEST = DOCS / "report_pictures.sha256"
+
+
+def digest() -> str:
+    """Return a digest of the templates from which the pages in the pictures are made."""
+    contents = [path.read_bytes() for path in sorted(TEMPLATES.iterdir())]
+    return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 def take(browser: Any, name: str, page_file: Path, part: str, scheme: str) -> None:
@@ -45,6 +54,8 @@ def take(browser: Any, name: str, page_file: Path, part: str, scheme: str) -> No
 
 
 def main(arguments: list[str]) -> None:
+    from playwright.sync_api import sync_playwright  # the test of the digest does without it
+
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -56,6 +67,7 @@ def main(arguments: list[str]) -> None:
             for scheme in ("light", "dark"):
                 take(browser, name, path, part, scheme)
         browser.close()
+    DIGEST.write_text(digest() + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import textwrap
+from functools import partial
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -226,11 +227,16 @@ def evaluate(
 def report_command(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
+    is_watched: Annotated[
+        bool, Option("--watch", help="Rewrite the page until the runs end; it reloads itself.")
+    ] = False,
 ) -> None:
     """Write a report of runs, or of a study: one HTML page that needs no network."""
-    from tba.tools.report import report
+    from tba.tools.report import report, watch
 
-    print(report(runs, out))
+    if is_watched:
+        os.nice(19)  # the run has precedence
+    print(watch(runs, out, partial(print, flush=True)) if is_watched else report(runs, out))
 
 
 @app.command("export")

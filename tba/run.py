@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
-from tba.agents.chat import response_text
+from tba.agents.chat import authors, response_text
 from tba.errors import NoAnswerError, NotFinite, SearchError, StepError, TrainerLost, WrongReference
 from tba.learn import Trainer, TrainerSizes, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
@@ -244,8 +244,9 @@ class Run:
             for t in {id(t): t for t in group.trajectories}.values():
                 completion = response_text(text, t, self.config.sampling.stop)
                 self.journal.sample(
-                    self.step, "train", prompt, completion, t.reward, t.version,
+                    self.step, "train", prompt, completion, t.reward, t.version, t.items,
                     id=group.prompt.id, columns=group.prompt.columns, drawn=drawn[id(t)],
+                    finished=t.finished, authors=authors(text, t),
                 )  # fmt: skip
             if not self.parts.held_out:  # else the console shows a held-out prompt
                 self.console.sample(prompt, completion, t.reward)
@@ -286,8 +287,9 @@ class Run:
             for x in e.examples:
                 self.journal.sample(
                     e.version, "eval", x.prompt, x.completion, x.reward, e.version, x.notes,
-                    e.requested, x.id, x.columns,
+                    e.requested, x.id, x.columns, finished=x.finished, authors=x.authors,
                 )  # fmt: skip
+            self.journal.scores(e.version, e.requested, e.prompts, e.by_prompt)
             self.console.evaluation(e)
 
     def keep_config(self) -> None:

@@ -1,7 +1,7 @@
 """Data types of the package, from a prompt to a batch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -137,7 +137,8 @@ class Trajectory(Response):
 
     For `version`, `switches` and `marks`, see `Completion`. `value` is set for objectives that ask
     for rollouts: at each token, V of the state before its step, see `objectives.ValueRollouts`.
-    `count` is the number of identical samples that it represents.
+    `count` is the number of identical samples that it represents. `items` has the score of each
+    reward function, for people to read; checkpoints leave it out.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -150,6 +151,7 @@ class Trajectory(Response):
     switches: tuple[tuple[int, int], ...] = ()
     marks: UInt8[np.ndarray, " T"] | None = None
     count: int = 1
+    items: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the lag of each sampled token when the trainer has done `step` steps."""

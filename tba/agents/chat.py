@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from tba.config.mistakes import about
-from tba.models.decoding import before_stop
+from tba.models.decoding import before_stop, decode
 from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import Roles, normalised, text_of
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
-from tba.types import Completion, Trajectory
+from tba.types import GIVEN, RESTART, SAMPLED, Completion, Trajectory
 
 OBJECT = r"""\s*\{(?:"(?:[^"\\]|\\.)*"|[^"])*?\}\s*"""
 CALL = re.compile(rf"<tool_call>({OBJECT}|.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -254,6 +254,25 @@ def response_text(text: Tokenizer, response: Completion | Trajectory, stop: Sequ
     """Return a response as readable text; a dialogue or a session is shown in full."""
     stop = stop if response.marks is None else ()
     return text.answer(response.tokens, response.finished, stop).text
+
+
+def authors(text: Tokenizer, response: Completion | Trajectory) -> list[tuple[str, int]]:
+    """Return the parts of a dialogue's text: `sampled` by the policy, or `given` to it.
+
+    Each part has the number of characters up to its end. Parts that are given and begin a new
+    context are `restart`. The list is empty if the policy sampled everything.
+    """
+    if response.marks is None:
+        return []
+    sampled = response.marks == SAMPLED
+    begins = (np.diff(sampled, prepend=~sampled[:1])) | (response.marks == RESTART)
+    starts = np.flatnonzero(begins).tolist()
+    ends = [len(decode(text.tokenizer, response.tokens[:end].tolist())) for end in starts[1:]]
+    ends.append(len(text.decode(response.tokens)))
+    names = {GIVEN: "given", SAMPLED: "sampled", RESTART: "restart"}
+    return [
+        (names[int(response.marks[start])], end) for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def check_stop(stops: Sequence[str], text: Tokenizer, key: str = "sampling.stop") -> None:

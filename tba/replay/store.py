@@ -44,7 +44,7 @@ SAVED = (*SHOWN, "finished", *OPTIONAL.values())
 KEY = np.dtype("V12")
 ROW: dict[str, DTypeLike] = dict.fromkeys(SHOWN, np.int32)
 ROW |= dict.fromkeys(("finished", *OPTIONAL.values()), bool)
-ROW |= {"reward": np.float64, "key": KEY, "stamp": np.int64, "content": object}
+ROW |= {"reward": np.float64, "key": KEY, "stamp": np.int64, "content": object, "items": object}
 """Columns of the distinct responses."""
 PROMPT = {"latest": np.int32, "held": np.int32, "stamp": np.int64}
 """Columns of the prompts: step of the latest arrival, number of responses, and stamp."""
@@ -226,7 +226,7 @@ class Store:
         for row in rows.tolist():
             self.earlier.pop(row, None)
         np.subtract.at(self.prompts["held"], table["prompt"][rows], 1)
-        table["content"][rows] = None
+        table["content"][rows] = table["items"][rows] = None
         table.free(rows)
         return len(rows)
 
@@ -251,7 +251,7 @@ class Store:
 
     def trajectories(self, rows: np.ndarray) -> Iterator[Trajectory]:
         """Yield the trajectories of these rows; their arrays are read-only."""
-        columns = {name: self.rows[name][rows].tolist() for name in (*SAVED, "content")}
+        columns = {name: self.rows[name][rows].tolist() for name in (*SAVED, "content", "items")}
         for values in zip(*columns.values(), strict=True):
             row: dict[str, Any] = dict(zip(columns, values, strict=True))
             held: dict[str, np.ndarray] = {}
@@ -271,6 +271,7 @@ class Store:
                 switches=switches_of(held["versions"]) if row["switched"] else (),
                 marks=held.get("marks"),
                 count=row["count"],
+                items=row["items"] or {},
             )
 
     def state(self, counts: Mapping[str, int]) -> State:
@@ -346,6 +347,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "version": trajectory.version,
         "finished": trajectory.finished,
+        "items": trajectory.items,
         **{column: name in held for name, column in OPTIONAL.items()},
     }
 

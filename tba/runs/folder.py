@@ -23,6 +23,7 @@ from tba.config.schema import Config, read_json
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+SCORES = "scores.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.json"
 SESSIONS = "sessions.jsonl"
@@ -185,7 +186,7 @@ def rewind(run: Path, step: int, evaluates: bool) -> None:
         requested = row.get("requested", -1)  # an evaluation may use weights of an earlier step
         return max(row["step"], requested) > step or (evaluates and requested == step)
 
-    for path in (run / METRICS, run / SAMPLES, run / WARNINGS):
+    for path in (run / METRICS, run / SAMPLES, run / SCORES, run / WARNINGS):
         rows = read(path)
         kept = [row for row in rows if not (comes_again(row) or row.get("at_end"))]
         if path.name == METRICS and len(kept) < len(rows):

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from tba.config.schema import Config
@@ -14,7 +15,9 @@ from tba.runs.folder import (
     IDENTITY,
     METRICS,
     SAMPLES,
+    SCORES,
     WARNINGS,
+    flat,
     open_plain,
     own_folder,
     read,
@@ -24,6 +27,10 @@ from tba.types import lag
 
 LONGEST_VALUE = 10_000
 """Maximum number of characters of a column's value in samples.jsonl."""
+
+
+HPARAM_METRICS = ("reward", "eval/sampled_reward", "eval/sampled_pass@1")
+"""Metrics that TensorBoard shows beside the settings of runs."""
 
 
 def check_log(table: LogTable) -> None:
@@ -46,21 +53,36 @@ def check_log(table: LogTable) -> None:
 
 
 class TensorBoard:
-    """Event files in the run's folder."""
+    """Event files in the run's folder. Completions are texts, and the settings are hparams."""
 
-    def __init__(self, folder: Path, start: int):
+    def __init__(self, config: Config, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
         purge = start + 1 if start else None  # drops the steps that will be repeated
         events = own_folder(folder / "tensorboard")
         self._writer: Any = SummaryWriter(str(events), purge_step=purge)
+        self._write_settings(config)
+
+    def _write_settings(self, config: Config) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        settings = {
+            key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
+            for key, value in flat(config.nested()).items()
+        }
+        # `add_hparams` would write them as another run
+        for summary in hparams(settings, dict.fromkeys(HPARAM_METRICS, 0.0)):
+            self._writer.file_writer.add_summary(summary)
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Do nothing: samples are in `samples.jsonl`."""
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            of_kind = [row for row in rows if row["kind"] == kind]
+            texts = "\n\n---\n\n".join(map(_markdown, of_kind))
+            self._writer.add_text(f"completions/{kind}", texts, of_kind[-1]["step"])
 
     def warn(self, step: int, text: str) -> None:
         self._writer.add_text("warnings", text, step)
@@ -125,7 +147,7 @@ class Journal:
         self._folder = folder
         self._sinks: list[Sink] = []
         if config.log.tensorboard:
-            self._sinks.append(TensorBoard(folder, start))
+            self._sinks.append(TensorBoard(config, folder, start))
         if config.log.wandb:
             self._sinks.append(WeightsAndBiases(config, folder))
         self._shown: list[dict[str, Any]] = []  # samples not yet sent to the sinks
@@ -143,12 +165,14 @@ class Journal:
         self, step: int, kind: str, prompt: str, completion: str, reward: float | None,
         version: int, notes: Mapping[str, Any] | None = None, requested: int | None = None,
         id: str = "", columns: Mapping[str, Any] | None = None, drawn: int = 1,
+        finished: bool = True, authors: Sequence[tuple[str, int]] = (),
     ) -> None:  # fmt: skip
         """Log a completion for a person to read; `kind` is `train` or `eval`.
 
         `notes`: values that reward functions returned and logged, when known. `requested`: the step
         at which an evaluation was requested. `id` and `columns` belong to the prompt. `drawn`: how
-        many times the completion is in the batch.
+        many times the completion is in the batch. `finished`: whether the completion was not cut
+        off. `authors`: who wrote each part of a dialogue, see `agents.chat.authors`.
         """
         row: dict[str, Any] = {"step": step, "kind": kind, "version": version, "reward": reward}
         row |= {"id": id, "prompt": prompt, "completion": completion}
@@ -156,15 +180,26 @@ class Journal:
             row["columns"] = {name: _readable(value) for name, value in columns.items()}
         if drawn > 1:
             row["drawn"] = drawn
+        if not finished:
+            row["cut"] = True
+        if authors:
+            row["authors"] = list(authors)
         if requested is not None:
             row["requested"] = requested
         self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
-            flat = {
+            plain = {
                 "columns": json.dumps(row.get("columns", {})),
                 "lag": max(0, lag(step - 1, version)),
             }
-            self._shown.append(row | flat)
+            self._shown.append(row | plain)
+
+    def scores(
+        self, step: int, requested: int, prompts: str, by_prompt: Sequence[float | None]
+    ) -> None:
+        """Log the score of each held-out prompt; `prompts` is the digest of all of them."""
+        row = {"step": step, "requested": requested, "prompts": prompts}
+        self._write(SCORES, {**row, "scores": list(by_prompt)})
 
     def warn(self, step: int, key: str, text: str, at_end: bool = False) -> None:
         """Log a warning; `key` names its kind. If `at_end`, it is dropped when the run resumes."""
@@ -193,6 +228,12 @@ class Journal:
                 row[key] = None  # JSON has no NaN
         with open(self._folder / name, "a", encoding="utf-8", opener=open_plain) as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _markdown(row: Mapping[str, Any]) -> str:
+    """Return a completion as Markdown. Its texts are indented, which makes them code."""
+    texts = [indent(f"{row[name]} ", "    ", lambda _: True) for name in ("prompt", "completion")]
+    return f"{texts[0]}\n\nreward {row['reward']}, weights of step {row['version']}:\n\n{texts[1]}"
 
 
 def _readable(value: Any) -> Any:

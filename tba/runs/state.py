@@ -45,9 +45,18 @@ class RunState:
     """Sampled pass@1, or else reward, of the latest evaluation, and its standard error."""
 
     @property
+    def is_running(self) -> bool:
+        return self.kind == "running"
+
+    @property
+    def progress(self) -> str:
+        """The step and the state, such as `step 12/300, running, last written 2 s ago`."""
+        return f"step {self.step:,}{f'/{self.steps:,}' if self.steps else ''}, {self.text}"
+
+    @property
     def text(self) -> str:
         """The kind; for a running run, also the time since the last write and the time left."""
-        if self.kind != "running":
+        if not self.is_running:
             return self.kind
         return f"running, last written {duration(self.age)} ago{self.remaining}"
 

@@ -18,8 +18,6 @@ from tba.tasks import Itemized, WrongLength, listed, number
 if TYPE_CHECKING:
     import numpy as np
 
-    from tba.models.pretrained import Tokenizer
-    from tba.prompt import Prompt
     from tba.types import Completion
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -102,14 +100,6 @@ class Responses:
             triples = zip(*group, strict=True)
             rewarded.append([added(v, r) if isinstance(a, Answer) else v for v, r, a in triples])
         return rewarded
-
-    def prompt_text(self, text: "Tokenizer", prompt: "Prompt", place: int) -> str:
-        """Return the prompt of the responses at index `place` as readable text."""
-        answer = self.answers[place][0]
-        dialogue = not isinstance(answer, Answer) or answer.messages is not None
-        if isinstance(prompt.text, str) and not dialogue:
-            return prompt.text
-        return text.prompt(self.prompts[place])  # including the tools
 
 
 def parse_score(score: Any) -> Verdict:

@@ -5,6 +5,7 @@ which searcher evaluates which piece. There may be further sets in addition to t
 and a task may have parts: each set and each part has separate scores.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tba.agents.chat import response_text
+from tba.agents.chat import authors, response_text
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Prompt, passes
 from tba.scoring.verdicts import Rejected, Responses, Verdict
@@ -55,6 +56,8 @@ class EvaluatedPiece:
 
     set: str
     """Name of the evaluation set; "" for the held-out prompts."""
+    prompts: list[str]
+    """Digest of each prompt."""
     parts: list[str]
     """Part of the task that each prompt belongs to; "" if the task has no parts."""
     tables: Mapping[Mode, Table]
@@ -134,6 +137,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
             answers.table["nats"] = nats
     return EvaluatedPiece(
         set=name,
+        prompts=[hashlib.sha256(repr(prompt).encode()).hexdigest() for prompt in prompts],
         parts=[searcher.scoring.tasks[name].part(prompt)[0] for prompt in prompts],
         tables={answers.mode: answers.table for answers in (greedy, sampled)},
         k=settings.k,
@@ -158,7 +162,22 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
         for part in dict.fromkeys(parts[parts != ""].tolist()):
             scores |= _of_subset([name, part], of_set, parts == part, left_out)
     scores["seconds"] = sum(p.seconds for p in pieces)
-    return Evaluation(version, scores, list(chain(*(p.examples for p in pieces))))
+    held_out = [p for p in pieces if p.set == ""]
+    digests = "".join(chain(*(p.prompts for p in held_out)))
+    digest = hashlib.sha256(digests.encode()).hexdigest()[:16]
+    examples = list(chain(*(p.examples for p in pieces)))
+    return Evaluation(version, scores, examples, by_prompt=_by_prompt(held_out), prompts=digest)
+
+
+def _by_prompt(pieces: Sequence[EvaluatedPiece]) -> list[float | None]:
+    """Return sampled pass@1, or else the reward, of each prompt; None if no answer was scored."""
+    tables = [piece.tables["sampled"] for piece in pieces]
+    undefined = any(np.isnan(table["passed"]).any() for table in tables)
+    scores: list[float | None] = []
+    for table in tables:
+        values = table["reward" if undefined else "passed"]
+        scores += np.ma.masked_invalid(values).mean(1).tolist()  # None where all are masked
+    return scores
 
 
 def _of_subset(
@@ -293,7 +312,7 @@ def _as_text(
     """Return the answers to the prompts of a set in readable form."""
     rows = []
     for i, prompt in enumerate(prompts):
-        asked = answers.responses.prompt_text(text, prompt, i)
+        asked = text.prompt(answers.responses.prompts[i])  # as the policy reads it
         for j, completion in enumerate(answers.responses.completions[i]):
             scores = {}
             for name, values in answers.table.items():
@@ -314,6 +333,7 @@ def _as_text(
                 mode=answers.mode,
                 tokens=completion.length,
                 finished=completion.finished,
+                authors=authors(text, completion),
                 id=prompt.id,
                 columns=prompt.columns,
             )

@@ -144,6 +144,8 @@ class EvaluatedAnswer:
     id: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The id and the columns of the prompt."""
+    authors: Sequence[tuple[str, int]] = ()
+    """Who wrote each part of a dialogue: see `authors` in `agents.chat`."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,10 @@ class Evaluation:
     """Greedy answers to the first prompts."""
     requested: int = 0
     """Step at which a run requested it."""
+    by_prompt: Sequence[float | None] = ()
+    """Sampled pass@1, or else reward, of each held-out prompt; None if no answer was scored."""
+    prompts: str = ""
+    """Digest of the held-out prompts: evaluations with the same digest can be paired."""
 
     def by_set(self) -> dict[str, dict[str, float]]:
         """Return the scores of the held-out prompts as "", and of each set and part by name."""

@@ -27,6 +27,7 @@ from tba.search.reference import AdapterReference, EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
 from tba.streams import Use, generator, seed_of
+from tba.tasks import Itemized
 from tba.tasks._memory import Functions, build_task
 from tba.types import Group, Sampling
 from tba.weights import Weights
@@ -282,6 +283,10 @@ class Searcher:
         groups = []
         for (i, samples), rows in zip(rewarded.items(), logp, strict=True):
             referred = zip(samples, rows, strict=True)
-            own = [c.rewarded(float(v), ref_logp) for (c, v), ref_logp in referred]
+            own = []
+            for (completion, verdict), ref_logp in referred:
+                trajectory = completion.rewarded(float(verdict), ref_logp)
+                items = verdict.items if isinstance(verdict, Itemized) else {}
+                own.append(replace(trajectory, items=items))
             groups.append(Group(prompts[i], responses.prompts[i], tuple(own), version))
         return groups

@@ -142,6 +142,20 @@ def test_all_metrics_reach_each_service(wandb, tmp_path):
     assert EVERY.keys() <= {*events.Tags()["scalars"]}
 
 
+def test_tensorboard_gets_completions_and_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, load(None, ["trainer.learning_rate=0.003"]))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (first, second) = events.Tensors("completions/train/text_summary")
+    assert (first.step, second.step) == (1, 5)
+    text = second.tensor_proto.string_val[0].decode()
+    assert "    1+1=" in text and "    3" in text and "reward 0.0" in text
+    settings = events.summary_metadata["_hparams_/session_start_info"]
+    assert b"trainer.learning_rate" in settings.plugin_data.content
+
+
 def test_a_service_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"log\.wandb = true: .*wandb.*; pip install -e"):

@@ -7,19 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from tba.config.schema import DEFAULT, load
 from tba.open import run
-from tba.runs.folder import METRICS, SAMPLES, SUMMARY, WARNINGS, read
+from tba.runs.folder import METRICS, SAMPLES, SUMMARY, WARNINGS, locked, read
 from tba.runs.metrics import PANELS
-from tba.tools.report import report
+from tba.tools.report import report, watch
 from tba.tools.report.runs import AXES
 from tba.tools.study import Ledger, Trial
 
@@ -140,9 +142,13 @@ def opened(
 
 def until(page: Any, expression: str) -> None:
     """Wait for an expression. Playwright's own way needs `eval`, which the page forbids."""
-    for _ in range(100):
-        if page.evaluate(expression):
-            return
+    for _ in range(400):
+        try:
+            if page.evaluate(expression):
+                return
+        except Exception as error:
+            if "navigation" not in str(error):  # of a page that loads again
+                raise
         page.wait_for_timeout(50)
     raise TimeoutError(expression)
 
@@ -276,7 +282,7 @@ def test_the_first_screen_has_twelve_panels_with_values_at_the_cursor(
             until(page, f"{drawn} === {len(shown)}")
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             rows = {figure.bounding_box()["y"] for figure in panels.all()}
-            assert len(rows) == (len(shown) if width == NARROW else 3)
+            assert len(rows) == (len(shown) if width == NARROW else 2)
             shown = "document.querySelector('.panels .u-legend').innerText"
             at_the_end = page.evaluate(shown)
             panels.first.locator(".plot").focus()
@@ -413,3 +419,90 @@ def test_the_demo_takes_no_more_processor_time_than_three_minutes_on_two_cores(m
     summary = json.loads((made.folder / SUMMARY).read_text())
     assert summary["finished"] and summary["steps"] == 300
     assert 10 < made.seconds < 2 * 180  # read in vain, it would be near 0
+
+
+def test_a_watched_page_reloads_and_keeps_its_place(browser, demo, tmp_path):
+    """A run that is written while a browser shows its page; the page ends as one that stays."""
+    run, told = tmp_path / "live", []
+    shutil.copytree(demo, run)
+    lines = (run / METRICS).read_text().splitlines(keepends=True)
+    (run / SUMMARY).unlink()
+    (run / METRICS).write_text("".join(lines[:20]))
+    path = run / "report" / "index.html"
+    path.unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as running:
+        running.enter_context(locked(run))
+        watched = pool.submit(watch, [run], None, told.append, every=0.5)
+        while not told and not watched.done():
+            time.sleep(0.05)
+        page = browser.new_page(viewport={"width": WIDE, "height": 700})
+        page.goto(path.as_uri())
+        page.wait_for_selector(".wide canvas")
+        page.evaluate(SETTLE)
+        page.evaluate("window.isOld = true")
+        (run / METRICS).write_text("".join(lines))
+        until(page, f"!window.isOld && document.body.innerText.includes('30 of 30') && {SETTLED}")
+        running.close()
+        assert watched.result(timeout=30) == path
+    assert "step 30/30, running" in told[-1] and "data-reload" not in path.read_text()
+    page.close()
+
+
+HEAD = "[...document.querySelectorAll('h2')].find(head => head.textContent === 'Held-out prompts')"
+SETTLE = f"""(() => {{
+    document.querySelector("[name=kind]").value = "eval";
+    document.querySelector(".panels .values").open = true;
+    {HEAD}.scrollIntoView();
+}})()"""
+SETTLED = f"""document.querySelector("[name=kind]").value === "eval" &&
+    document.querySelector(".panels .values").open &&
+    Math.abs({HEAD}.getBoundingClientRect().top - 80) < 4"""
+"""The filter, the opened table, and the scroll position below the contents, which are sticky."""
+
+
+def test_runs_are_hidden_by_a_click_and_legends_have_names(browser, demo, spiky, tmp_path):
+    with opened(browser, report([demo, spiky], tmp_path)) as page:
+        legend = page.locator(".wide .u-legend")
+        assert "demo" in legend.inner_text() and "spiky" in legend.inner_text()
+        assert "paired over 16 prompts" in page.locator("table[data-name=differences]").inner_text()
+        page.locator(".key label", has_text="spiky").click()
+        until(page, "!document.querySelector('.wide .u-legend').innerText.includes('spiky')")
+        assert "demo" in legend.inner_text()
+        names = page.locator(".u-series:not(.quiet) th").all_inner_texts()
+        assert names and all(name.strip() for name in names)
+
+
+def test_a_dialogue_is_a_bubble_for_each_turn(browser, demo, tmp_path):
+    """Sampled parts, tool calls, results, a second context, and what was cut off."""
+    run = tmp_path / "agent"
+    shutil.copytree(demo, run)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2]}}</tool_call><|im_end|>'
+    given = "\n<|im_start|>tool\n3 <b>\n<|im_start|>assistant\n"
+    texts = [("sampled", call), ("given", given), ("sampled", "three"), ("restart", "again"),
+             ("sampled", "3")]  # fmt: skip
+    ends = np.cumsum([len(text) for _, text in texts]).tolist()
+    row = {"step": 1, "kind": "train", "version": 0, "reward": 1.0, "id": "7", "cut": True}
+    row |= {"prompt": "<|im_start|>user\n1 + 2?<|im_end|>\n<|im_start|>assistant\n"}
+    row |= {"completion": "".join(text for _, text in texts)}
+    row["authors"] = [[who, end] for (who, _), end in zip(texts, ends, strict=True)]
+    (run / SAMPLES).write_text(json.dumps(row) + "\n")
+    with opened(browser, report([run])) as page:
+        group = page.locator(".group")
+        roles = group.locator(".role").all_inner_texts()
+        assert roles[:3] == ["user", "assistant", "policy"]
+        assert group.locator(".turn.sampled").count() == 3
+        assert group.locator(".call").inner_text() == "add(a = 1, b = [2])"
+        assert group.locator(".token").first.inner_text() == "<|im_start|>user"
+        assert group.locator(".context").inner_text().startswith("context 2")
+        assert "cut off" in group.locator(".cut").inner_text()
+        assert "3 <b>" in group.inner_text()
+
+
+@pytest.mark.parametrize("size", ["A4", "Letter"])
+def test_a_printed_page_is_short_and_clips_no_chart(browser, demo, size):
+    with opened(browser, report([demo])) as page:
+        pages = page.pdf(format=size).count(b"/Type /Page\n")
+        assert 1 < pages <= 6
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        widths = "[...charts].map(([place, plot]) => [plot.width, place.clientWidth])"
+        assert all(drawn == place for drawn, place in page.evaluate(widths) if place)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from html import unescape
 from itertools import product
 from math import nan
@@ -14,7 +15,7 @@ import pytest
 from build import data
 
 from tba.config.schema import Config
-from tba.runs.folder import CONFIG, SAMPLES, SESSIONS, SUMMARY, WARNINGS
+from tba.runs.folder import CONFIG, SAMPLES, SCORES, SESSIONS, SUMMARY, WARNINGS
 from tba.runs.journal import Journal
 from tba.runs.metrics import PANELS
 from tba.tools.report import report
@@ -244,10 +245,10 @@ def test_an_axis_of_a_panel_fits_its_values_and_shares_have_their_own():
     assert (only["form"], only["shares"]) == ("share", ())  # the axis on the left
 
 
-SCORES = [("distance", "distance", "number"), ("win_rate", "win rate", "share")]
+MEASURED = [("distance", "distance", "number"), ("win_rate", "win rate", "share")]
 
 
-@pytest.mark.parametrize(("score", "title", "form"), SCORES)
+@pytest.mark.parametrize(("score", "title", "form"), MEASURED)
 def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, form):
     """Diversity of red-teaming, beside its success rate; the win rate of TL;DR."""
     names = ("reward", "pass@1", score, f"{score}_stderr")
@@ -258,7 +259,7 @@ def test_what_a_task_measures_has_a_chart_with_standard_errors(score, title, for
     chart = drawn[title]
     assert (chart["metrics"][0], chart["form"]) == (f"eval/sampled_{score}", form)
     assert chart["spread"][0] == f"eval/sampled_{score}_stderr"
-    assert "eval/sampled_pass@1" in drawn["pass@1"]["metrics"]
+    assert drawn.keys().isdisjoint({"pass@1", "reward"})  # a panel and the reward chart have these
     assert OTHERS not in shown
 
 
@@ -390,6 +391,49 @@ def test_columns_of_the_data_and_repeats_stand_with_a_group(tmp_path):
     assert [g["completions"][0]["drawn"] for g in (first, second)] == [3, 1]
 
 
+def write_scores(run: Path, prompts: str, scores: list[float | None]) -> None:
+    row = {"step": 12, "requested": 12, "prompts": prompts, "scores": scores}
+    (run / SCORES).write_text(json.dumps(row) + "\n")
+
+
+def test_a_difference_is_paired_by_prompt_and_marked_above_two_standard_errors(tmp_path):
+    """Differences of .5, .5, .5 and 0; without the unscored prompt, of .5, .5 and -.5."""
+    runs = [write(tmp_path / name, beta=beta) for name, beta in (("a", 0.1), ("b", 0.2))]
+    write_scores(runs[0], "same", [0.0, 0.25, 0.5, 0.5])
+    write_scores(runs[1], "same", [0.5, 0.75, 1.0, 0.5])
+    html = report(runs, tmp_path / "both").read_text()
+    heads, row = table(html, "differences")
+    assert heads == ["run", "same step", "best step"] and row[0] == "b − a"
+    assert row[1] == "+37.5% ± 12.5% ★ (step 12, paired over 4 prompts)"
+    assert "One seed of each setting" in html
+    write_scores(runs[1], "same", [0.5, None, 1.0, 0.0])
+    _, row = table(report(runs, tmp_path / "both").read_text(), "differences")
+    assert row[1] == "+16.7% ± 33.3% (step 12, paired over 3 prompts)"
+    write_scores(runs[1], "other", [0.5, 0.75, 1.0, 0.5])
+    _, row = table(report(runs, tmp_path / "both").read_text(), "differences")
+    assert row[1] == "+0.0% ± 99.0% (step 12, not paired)"
+
+
+def test_runs_of_different_tasks_are_not_compared(tmp_path):
+    runs = [write(tmp_path / name) for name in ("a", "b")]
+    config = json.loads((runs[1] / CONFIG).read_text())
+    config["task"]["use"] = "math"
+    (runs[1] / CONFIG).write_text(json.dumps(config))
+    html = report(runs, tmp_path / "both").read_text()
+    assert "a and b have different tasks (arithmetic and math)." in html
+    assert 'data-name="differences"' not in html
+
+
+def test_the_page_says_what_was_run_and_how_to_export_the_best(tmp_path):
+    run = write(tmp_path / "run")
+    html = report([run]).read_text().replace("\N{NO-BREAK SPACE}", " ")
+    for label in ("Model", "Data", "Reward", "Objective", "Learning rate", "Seed", "Devices"):
+        assert f"<dt>{label}</dt>" in html
+    assert "Best checkpoint: step 12: pass@1 70.0% ± 70.0%; its checkpoint was not kept" in html
+    (run / "checkpoints" / "step-00000012").mkdir(parents=True)
+    assert f"<code>tba export {run} FOLDER --step 12</code>" in report([run]).read_text()
+
+
 def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):
     with pytest.raises(ValueError, match=r"not a run folder.*type `tba report RUN"):
         report([tmp_path / "nowhere"])
@@ -419,3 +463,10 @@ def test_settings_are_shown_with_the_steps_that_had_them(tmp_path):
     assert "Settings that changed" not in report([other]).read_text()
     compared = report([run, other], tmp_path / "both").read_text()
     assert "Settings that changed in run" in compared and compared.count(text) == 2
+
+
+def test_the_pictures_in_the_docs_are_of_these_templates():
+    path = Path(__file__).parents[2] / "scripts" / "screenshots.py"
+    screenshots = runpy.run_path(str(path))
+    old = "the templates changed: take the pictures again with scripts/screenshots.py"
+    assert screenshots["DIGEST"].read_text().strip() == screenshots["digest"](), old

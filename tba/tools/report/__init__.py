@@ -3,22 +3,61 @@
 This package does not import torch, so a report takes only seconds.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tba.runs.state import state_of
+from tba.tools.report.page import NotBegun
 from tba.tools.report.runs import report_runs
 from tba.tools.report.study import report_study
 from tba.tools.study import STUDY
 
-__all__ = ["report"]
+__all__ = ["report", "watch"]
+
+EVERY = 5.0
+"""Least seconds between two versions of a page that is watched."""
+SHARE = 0.05
+"""Largest share of the time that is spent on writing them."""
 
 
-def report(folders: Sequence[Path], out: Path | None = None) -> Path:
+def report(folders: Sequence[Path], out: Path | None = None, reload: float = 0.0) -> Path:
     """Write the page of one or more runs or of one study, and return its path.
 
-    Raises ValueError if there are no data.
+    With `reload`, an open page of runs loads itself again after that many seconds. Raises
+    ValueError if there are no data.
     """
     out = out and out.expanduser().resolve()  # a symlink that the user names is followed
-    if len(folders) == 1 and (folders[0].expanduser() / STUDY).is_file():
+    if len(folders) == 1 and _is_study(folders[0]):
         return report_study(folders[0].expanduser(), out)
-    return report_runs(folders, out)
+    return report_runs(folders, out, reload)
+
+
+def watch(
+    folders: Sequence[Path], out: Path | None, tell: Callable[[str], None], every: float = EVERY
+) -> Path:
+    """Write the page again and again until no run is running, or until an interrupt.
+
+    `tell` receives the state of the runs after each version. The last version of the page does not
+    reload. Raises ValueError as `report` does.
+    """
+    for study in filter(_is_study, folders):
+        raise ValueError(f"--watch is for runs; type `tba report {study}/GRID/* --watch`")
+    try:
+        while running := [path for path in folders if state_of(path.expanduser()).is_running]:
+            began = time.monotonic()
+            try:
+                report(folders, out, every)
+                states = {path: state_of(path.expanduser()) for path in folders}
+                tell("; ".join(f"{path} {state.progress}" for path, state in states.items()))
+            except NotBegun:
+                tell(f"waiting for the first step of {running[0]}")
+            every = max(every, (time.monotonic() - began) / SHARE)
+            time.sleep(every)
+    except KeyboardInterrupt:
+        tell("no longer watching")
+    return report(folders, out)
+
+
+def _is_study(folder: Path) -> bool:
+    return (folder.expanduser() / STUDY).is_file()

@@ -21,6 +21,10 @@ REWARD = re.compile("eval/(?:(.+)/)?sampled_reward")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
+class NotBegun(ValueError):
+    """There is nothing to report yet."""
+
+
 def fitted(value: float, form: str) -> str:
     """Format a number that may be missing (NaN); large numbers get few digits."""
     if isnan(value):
@@ -39,15 +43,18 @@ def script(*names: str) -> Markup:
     return Markup("\n".join((TEMPLATES / name).read_text("utf-8") for name in names))
 
 
-def write_page(folder: Path, template: str, values: Mapping[str, Any]) -> Path:
-    """Write `index.html` from a template. Text in `values` is always escaped."""
+def write_page(folder: Path, template: str, values: Mapping[str, Any], reload: float = 0) -> Path:
+    """Write `index.html` from a template. Text in `values` is always escaped.
+
+    With `reload`, an open page loads itself again after that many seconds.
+    """
     own_folder(folder).mkdir(parents=True, exist_ok=True)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     page = folder / "index.html"
-    text = environment.get_template(template).render(values)
+    text = environment.get_template(template).render({**values, "reload": reload})
     write_whole(page, text, errors="xmlcharrefreplace")  # for unpaired surrogates
     return page
 

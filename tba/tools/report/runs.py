@@ -28,8 +28,11 @@ from tba.runs.folder import (
 )
 from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
+from tba.tools.report.about import best_checkpoint, main_settings
+from tba.tools.report.compare import Evaluated, compare, read_by_prompt
 from tba.tools.report.page import (
     MODES,
+    NotBegun,
     fitted,
     measures_of,
     names,
@@ -40,11 +43,15 @@ from tba.tools.report.page import (
 
 AXES = {"step": "steps", "time": "time (s)", "samples_generated": "samples generated"}
 """Choices for the x axis of the reward chart, and their labels on the switch."""
+COLOURS = 10
+"""Number of colours of lines in style.css; charts.js has the same."""
 POINTS = 1000
 """Maximum number of points of a line. The points of a longer run are means over several steps."""
 OTHERS = SECTIONS[-1].title
 SCORE = re.compile(r"eval/(?:(.+)/)?(sampled|greedy)_(.+)")
 """Name of a score: its subset, how answers were generated, and the measure."""
+STDERRS = dict(names("pass@1", mode) for mode in MODES)
+"""Metric of the standard error of each pass rate of the held-out prompts."""
 SHARES = {"pass@1", "win_rate", "finished", "rejected"}
 """Scores that are fractions."""
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
@@ -92,10 +99,15 @@ class Charts:
         }
         self._filled = {str(name) for name in ends.index[(ends != 0).any(axis=1)]}
 
-    def panels(self) -> list[dict[str, Any]]:
-        """Return a chart for each panel of the first screen."""
-        charts = (self._chart(p.title, p.metrics, f"healthy: {p.healthy}") for p in PANELS)
-        return [asdict(chart) for chart in charts]
+    def panels(self, take_turns: bool = False) -> list[dict[str, Any]]:
+        """Return a chart for each panel; in local runs, searcher and trainer `take_turns`."""
+        charts = []
+        for panel in PANELS:
+            note = f"healthy: {panel.healthy}"
+            if take_turns and any(metric.name in WAITS.values() for metric in panel.metrics):
+                note = "runtime local: each side waits while the other works"
+            charts.append(asdict(self._chart(panel.title, panel.metrics, note)))
+        return charts
 
     def sections(self) -> dict[str, tuple[str, list[dict[str, Any]]]]:
         """Return a description and the charts that have values for each section.
@@ -113,6 +125,7 @@ class Charts:
             drawn = [self._chart(title, metrics) for title, metrics in by_title.items()]
             charts[section.title] = section.about, drawn
         used = {*AXES, "requested", "samples_trained", *reward_chart().metrics}
+        used |= {name for name in self._least if name.startswith("eval/avg@")}  # is pass@1
         for panel in PANELS:
             used.update(*(metric.labels(self._least) for metric in panel.metrics))
         for _, drawn in charts.values():
@@ -154,6 +167,7 @@ class Charts:
             metrics=tuple(labels),
             form=form,
             labels=tuple(labels.values()),
+            spread=[STDERRS.get(name, "") for name in labels],
             shares=tuple(shares),
             note=note,
             flat=self._filled.isdisjoint(labels),
@@ -170,13 +184,14 @@ class Charts:
 
     def _scores(self) -> list[Chart]:
         """Return a chart for each evaluation score, of sampled and greedy answers."""
-        of_k = [name for name in sorted(self._least) if re.fullmatch(r"eval/(pass|avg)@\d+", name)]
+        of_k = [name for name in sorted(self._least) if re.fullmatch(r"eval/pass@\d+", name)]
         labels = [name.removeprefix("eval/") for name in of_k]
-        charts = [Chart("pass@k and avg@k", of_k, "share", labels, [f"{n}_stderr" for n in of_k])]
+        charts = [Chart("pass@k", of_k, "share", labels, [f"{n}_stderr" for n in of_k])]
+        elsewhere = {*STDERRS, *reward_chart().metrics}  # each has one chart
         measured: dict[tuple[str, str], None] = {}
         for name in self._least:
             match = SCORE.fullmatch(name)
-            if match and not name.endswith("stderr"):
+            if match and not name.endswith("stderr") and name not in elsewhere:
                 measured[match[1] or "", match[3]] = None
         for subset, measure in sorted(measured):
             values, stderrs = zip(*(names(measure, mode, subset) for mode in MODES), strict=True)
@@ -214,6 +229,19 @@ class Record:
     """Each setting as JSON; a changed setting lists each value with its steps."""
     changed: Mapping[str, str]
     """The settings that were changed, and what was done with stored rewards."""
+    path: Path
+
+    def what(self, measure: str) -> tuple[Mapping[str, str], tuple[str, str]]:
+        """Return the main settings, and the best checkpoint with the command that exports it."""
+        best = best_checkpoint(self.path, self.evaluations, measure)
+        return main_settings(self.config, self.sessions), best
+
+    def evaluated(self) -> Evaluated:
+        """Return what a comparison needs."""
+        settings = {k: v for k, v in self.settings.items() if k not in ("run.seed", "run.folder")}
+        table = self.evaluations.set_index("step")
+        by_prompt = read_by_prompt(self.path)
+        return Evaluated(self.name, self.config["task"], json.dumps(settings), table, by_prompt)
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after training; `measures` names the score of each subset."""
@@ -243,7 +271,6 @@ class Record:
         totals = self.totals
         lag_mean, lag_max = (self.steps[name] for name in LAG)
         return {
-            "Objective": self.settings["objective.use"].replace('"', ""),
             "Trainer": self._ranks(),
             "Lag": f"{lag_mean.mean():.1f} steps, at most {lag_max.max():.0f}",
             "Trainer waited": f"{totals['trainer_wait_fraction']:.2%} of the time",
@@ -272,6 +299,11 @@ class Record:
             group = groups.setdefault(key, {**about, "columns": s.get("columns", {}), "by_key": {}})
             shown = {name: s[name] for name in ("step", "version", "reward", "completion")}
             shown |= {"notes": s.get("notes", {}), "drawn": s.get("drawn", 1)}
+            shown |= {"cut": True} if s.get("cut") else {}
+            if authors := s.get("authors"):
+                starts = [0, *(end for _, end in authors)]
+                places = zip(authors, starts, strict=False)
+                shown["parts"] = [[who, s["completion"][at:end]] for (who, end), at in places]
             by_key = group["by_key"]
             by_key[len(by_key) if trained_on else s["step"]] = (
                 shown  # an evaluation may be repeated
@@ -326,6 +358,7 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         warnings=list(read_warnings(path).values()),  # the summary is only written at the end
         settings={key: json.dumps(value) for key, value in flat(config).items()} | changed,
         changed=changed,
+        path=path,
     )
 
 
@@ -369,7 +402,7 @@ def _totals(path: Path, steps: pd.DataFrame) -> Row:
     return {**newest, **waits, "seconds": newest["time"], "status": state_of(path).text}
 
 
-def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
+def report_runs(runs: Sequence[Path], out: Path | None = None, reload: float = 0.0) -> Path:
     """Write the page, by default to `report` in the run's folder, or here for several runs."""
     paths = list(dict.fromkeys(path.expanduser().resolve() for path in runs))
     if not paths:
@@ -379,13 +412,13 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     begun = []
     for path in paths:
         name = path.name if count[path.name] == 1 else str(path)
-        record = read_record(path, name, f"var(--line{len(records) % 12})")
+        record = read_record(path, name, f"var(--line{len(records) % COLOURS})")
         if record is None:
             begun.append(name)
         else:
             records.append(record)
     if not records:
-        raise ValueError(
+        raise NotBegun(
             f"{paths[0]} has no metrics yet; type `tba report {paths[0]}` after its first step"
         )
     folder = out or (runs[0].expanduser() / "report" if len(paths) == 1 else Path("report"))
@@ -394,19 +427,20 @@ def report_runs(runs: Sequence[Path], out: Path | None = None) -> Path:
     title = f"Comparison of {len(paths)} runs" if len(paths) > 1 else records[0].name
     headline = [{"run": r.name, **r.headline(measures)} for r in records]
     headline += [{"run": name, "Steps": "no metrics yet"} for name in begun]
-    facts = pd.DataFrame({r.name: r.facts() for r in records}).reset_index(
-        names="fact", allow_duplicates=True
-    )
+    about = {r.name: {**(r.what("reward")[0] if records[1:] else {}), **r.facts()} for r in records}
+    facts = pd.DataFrame(about).reset_index(names="fact", allow_duplicates=True)
     keys = pd.DataFrame({r.name: r.settings for r in records}).drop(index="run.folder").fillna("–")
+    verdict, notes = compare([r.evaluated() for r in records], measures[""])
+    take_turns = all(r.config["runtime"]["use"] == "local" for r in records)
     differing = keys[keys.nunique(axis=1) > 1]
     values = {
         "title": title, "compared": len(paths) > 1, "runs": records,
         "headline": pd.DataFrame(headline).fillna("–"), "facts": facts,
         "differences": differing.reset_index(names="key", allow_duplicates=True),
-        "measures": measures,
-        "axes": AXES, "panels": charts.panels(), "reward": asdict(reward_chart()),
+        "measures": measures, "verdict": verdict, "notes": notes,
+        "axes": AXES, "panels": charts.panels(take_turns), "reward": asdict(reward_chart()),
         "sections": charts.sections(), "others": OTHERS,
         "data": {"axes": AXES, "runs": [record.data() for record in records]},
     }  # fmt: skip
-    files = ("uplot.min.js", "charts.js", "report.js")
-    return write_page(folder, "report.html", {**values, "script": script(*files)})
+    files = ("uplot.min.js", "charts.js", "transcripts.js", "report.js", "reload.js")
+    return write_page(folder, "report.html", {**values, "script": script(*files)}, reload)

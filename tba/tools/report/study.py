@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 
 from tba.display import duration
 from tba.runs.folder import Row
-from tba.tools.report.page import script, with_stderr, write_page
+from tba.tools.report.compare import CLEAR, STAR
+from tba.tools.report.page import NotBegun, script, with_stderr, write_page
 from tba.tools.study import SEED, curve, phrase, read_ledger, read_metrics, write_results
 
 COLUMNS = {
@@ -79,6 +81,16 @@ class Layout:
         ranks = ranks.dropna().sort_values(["failed", "mean"], ascending=[True, False])
         return None if ranks.empty else int(ranks.index[0])
 
+    def is_clear(self, best: int, settings: pd.Index) -> bool:
+        """Return whether a setting is more than two standard errors above every other one.
+
+        False if it has one seed, as the spread over seeds is then unknown.
+        """
+        ends = self.ends["last"].loc[settings].dropna(subset="mean")
+        others = ends.drop(index=best)
+        errors = np.hypot(others["sem"], ends["sem"][best])
+        return bool((ends["mean"][best] - others["mean"] > CLEAR * errors).all())
+
     def texts(self, name: str) -> pd.Series:
         """Return the mean and standard error of a column for each setting, as text."""
         of_metric = "{:.1%}" if "pass@" in self.metric else "{:.3f}"
@@ -141,8 +153,8 @@ def _table(layout: Layout) -> pd.DataFrame:
     blocks = panels(layout.settings, *(layout.numeric or layout.keys)).values()
     for block in blocks:
         best = layout.best(block.index)
-        if len(block) > 1 and best is not None:
-            shown.loc[best, "end"] += "\N{NO-BREAK SPACE}★"
+        if len(block) > 1 and best is not None and layout.is_clear(best, block.index):
+            shown.loc[best, "end"] += STAR
     return shown.loc[pd.concat(blocks).index, (shown != "–").any()]
 
 
@@ -188,7 +200,7 @@ def report_study(folder: Path, out: Path | None = None) -> Path:
     page = out or folder / "report"
     begun = rows[rows.groupby("grid")["peak"].transform("count") > 0]
     if begun.empty:
-        raise ValueError(
+        raise NotBegun(
             f"{folder} has no evaluations yet; type `tba report {folder}` again after its first run"
         )
     layouts = {grid: lay_out(folder, some) for grid, some in begun.groupby("grid", sort=False)}

@@ -4,14 +4,17 @@
 
 const { axes, runs } = JSON.parse(document.getElementById("data").textContent);
 const several = runs.length > 1;
+const hidden = new Set(); // indices of the runs that are not drawn
+const zooms = new Map(); // by the caption of a chart: the range that is restored when it is drawn
 const DASHES = [[], [7, 4], [2, 3]];
 const BORDERS = { "": "solid", "7,4": "dashed", "2,3": "dotted" }; // of legend markers
+const COLOURS = 10;
 const LEAST = { positive: 0, share: 0.1, count: 1 }; // minimum top of an axis that starts at 0, so that small shares look small
 const LOOKS = { // in pixels: height of a plot, sizes of its axes, minimum distance of their labels, font size
   "": { height: 190, below: 28, beside: 58, apart: 30, text: 12 },
   wide: { height: 320, below: 28, beside: 58, apart: 30, text: 12 },
   study: { height: 250, below: 28, beside: 58, apart: 30, text: 12 },
-  small: { height: 124, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
+  small: { height: 138, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
 };
 const NEAR = 4; // values on each side that an outlier is compared with
 const charts = new Map(); // by the element that contains the plot
@@ -59,27 +62,27 @@ function smooth(values) {
 function linesOf(chart, x) {
   if (chart.lines) return chart.lines.map((line) => ({
     ...line, label: line.name, form: chart.form, scale: "y", evaluated: true, outliers: [],
-    stroke: colour(line.colour === null ? "--soft" : `--line${line.colour % 12}`), dash: DASHES[line.colour % DASHES.length],
+    stroke: colour(line.colour === null ? "--soft" : `--line${line.colour % COLOURS}`), dash: DASHES[line.colour % DASHES.length],
   }));
   const lines = [];
   runs.forEach((run, r) => chart.metrics.forEach((metric, m) => {
     const evaluated = metric.startsWith("eval/");
     const rows = evaluated ? run.evaluations : run.steps;
-    if (!rows[metric]) return;
+    if (!rows[metric] || hidden.has(r)) return;
     const count = chart.form === "count";
-    const own = several && chart.metrics.length === 1 ? "" : chart.labels[m] ?? (several ? "" : metric);
+    const own = several && chart.metrics.length === 1 ? "" : chart.labels[m] || (several ? metric : run.name);
     const ofRun = several ? run.name + (own && ",\u00a0") : "";
     const y = count ? rows[metric].map((value) => value ?? 0) : rows[metric], spread = rows[chart.spread[m]];
     lines.push({
       name: ofRun + own,
-      label: element("span", {}, element("span", { className: "run" }, ofRun), own), // panels show it without the run
+      label: element("span", {}, element("span", { className: own && "run" }, ofRun), own), // panels show it without the run
       x: rows[x], y, spread,
       form: chart.shares.includes(metric) ? "share" : chart.form,
       scale: chart.shares.includes(metric) ? "share" : "y",
       evaluated,
       smoothed: !evaluated && !count,
       outliers: evaluated || count ? [] : outliersOf(y),
-      stroke: colour(`--line${(several ? r : m) % 12}`),
+      stroke: colour(`--line${(several ? r : m) % COLOURS}`),
       dash: DASHES[m % DASHES.length],
     });
   }));
@@ -158,7 +161,7 @@ function draw(place) {
       share: { range: rangeOf("share", cut.share) },
     },
     axes: [
-      axisOf("", { size: below, ...(own.ticks ? { splits: () => own.ticks, filter: (_, splits) => splits } : {}) }),
+      axisOf("", { label: own.label, labelSize: 14, labelGap: 0, labelFont: axis.font, size: below, ...(own.ticks ? { splits: () => own.ticks, filter: (_, splits) => splits } : {}) }),
       axisOf(chart.form, { size: beside, space: apart }),
       axisOf("share", { scale: "share", side: 1, show: chart.shares?.length > 0, size: beside, space: apart, grid: { show: false } }),
     ],
@@ -166,6 +169,9 @@ function draw(place) {
     legend: { markers: { dash: (built, s) => BORDERS[`${built.series[s].dash ?? ""}`] } },
   }, uPlot.join(tables), place);
   charts.set(place, plot);
+  const caption = figure.querySelector("figcaption").textContent;
+  if (zooms.has(caption)) plot.setScale("x", zooms.get(caption));
+  zooms.delete(caption);
   figure.querySelector(".outliers")?.remove();
   if (count) {
     const told = `${count} outlier${count > 1 ? "s" : ""}: ${all ? "leave out" : "show"}`, button = element("button", { className: "outliers", type: "button" }, told);
@@ -261,14 +267,33 @@ function moveCursor(event, place) {
   document.getElementById("cursor").textContent = values.join("; ");
 }
 
+// Draw the runs whose boxes are checked.
+function hideRuns() {
+  const boxes = [...document.querySelectorAll(".key input")], before = [...hidden].join();
+  hidden.clear();
+  boxes.forEach((box, r) => { if (!box.checked) hidden.add(r); });
+  if ([...hidden].join() !== before) [...charts.keys()].forEach(draw);
+}
+document.querySelector(".key")?.addEventListener("change", hideRuns);
+
 // A chart is drawn once its element has a width; in a closed section it has none.
+let isDrawn;
+const drawn = new Promise((resolve) => { isDrawn = resolve; });
 const sizes = new ResizeObserver((entries) => requestAnimationFrame(() => {
   for (const { target } of entries) {
     const plot = charts.get(target), width = target.clientWidth;
     if (width && !plot) draw(target);
     else if (width && plot.width !== width) plot.setSize({ width, height: plot.height });
   }
+  isDrawn();
 }));
+// On paper, charts have the width of the printed page.
+function fitCharts(isPrinted) {
+  document.documentElement.classList.toggle("printed", isPrinted);
+  for (const [place, plot] of charts) if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: plot.height });
+}
+addEventListener("beforeprint", () => fitCharts(true));
+addEventListener("afterprint", () => fitCharts(false));
 for (const place of document.querySelectorAll(".plot")) {
   const figure = place.closest("figure"), details = figure.querySelector(".values");
   sizes.observe(place);

@@ -69,7 +69,7 @@ function shownCompletion(c, kind, run) {
   return element("div", { className: c.kept ? "completion" : "completion other" },
     badge(c.reward, run, c.count),
     element("p", { className: "chip" }, when, ...notes, c.kept ? "" : " · does not match"),
-    element("div", { className: "text" }, c.completion));
+    element("div", { className: "text" }, ...shownResponse(c), c.cut ? element("span", { className: "cut", title: "the limit of tokens ended it" }, " ✂ cut off") : ""));
 }
 
 // The right answer and the other columns of a row.
@@ -88,7 +88,7 @@ function shownGroup({ run, group, kept }, whole) {
   const rewards = [...counts].sort(([a], [b]) => b - a).map(([reward, count]) => badge(reward, run, count));
   return element("article", { className: "card group" },
     element("h3", {}, heading.filter(Boolean).join(" · ")),
-    element("div", { className: "text" }, group.prompt), shownColumns(group.columns, run.answer),
+    element("div", { className: "text" }, ...shownPrompt(group.prompt)), shownColumns(group.columns, run.answer),
     element("p", { className: "rewards" }, group.kind === "eval" ? "rewards of all evaluations " : "rewards of the group ", ...rewards),
     element("div", { className: "side" }, ...all.filter((c) => whole || c.kept).map((c) => shownCompletion(c, group.kind, run))));
 }

@@ -1,0 +1,49 @@
+"""What was run: the main settings of a run, and its best checkpoint with the export command."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shlex import quote
+
+import pandas as pd
+
+from tba.runs.folder import CHECKPOINTS, Row
+from tba.runs.generations import generations, step_of
+from tba.tools.report.page import names, score
+
+
+def main_settings(config: Mapping[str, Row], sessions: Sequence[Row]) -> dict[str, str]:
+    """Return the model, data, reward, objective, rate, seed and devices of a run by label."""
+    task, trainer, runtime = config["task"], config["trainer"], config["runtime"]
+    reward = task.get("reward") or task.get("rollout") or "of the task"
+    hardware = sessions[-1]["hardware"] if sessions else []
+    searchers = runtime["searchers"]
+    devices = [f"{runtime['use']}, {searchers} searcher{'s' if searchers != 1 else ''}", *hardware]
+    return {
+        "Model": config["policy"]["model"] or "–",
+        "Data": " ".join(filter(None, (task["use"], str(task.get("data") or "")))),
+        "Reward": reward if isinstance(reward, str) else ", ".join(map(str, reward)),
+        "Objective": config["objective"]["use"],
+        "Learning rate": f"{trainer['learning_rate']:g}, {trainer['schedule']}",
+        "Seed": str(config["run"]["seed"]),
+        "Devices": ", ".join(devices),
+    }
+
+
+def best_checkpoint(run: Path, evaluations: pd.DataFrame, measure: str) -> tuple[str, str]:
+    """Return the best evaluation as text, and the command that exports its checkpoint.
+
+    If the run has not kept that checkpoint, the command is empty. Step 0 is left out.
+    """
+    column, _ = names(measure, "sampled")
+    trained = evaluations[evaluations["step"] > 0]
+    if column not in trained or trained[column].isna().all():
+        return "", ""
+    best = trained.loc[trained[column].idxmax()]
+    step = int(best["step"])
+    text = f"step {step:,}: {measure} {score(best.to_dict(), measure, 'sampled')}"
+    kept = {step_of(generation) for generation in generations(run / CHECKPOINTS)}
+    if step not in kept:
+        return f"{text}; its checkpoint was not kept (checkpoint.keep_best=true)", ""
+    here = Path.cwd()
+    shown = run.relative_to(here) if run.is_relative_to(here) else run
+    return text, f"tba export {quote(str(shown))} FOLDER --step {step}"

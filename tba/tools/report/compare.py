@@ -1,0 +1,104 @@
+"""Comparison of runs: whether one is better than another, by its scores on held-out prompts."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import hypot, isnan, nan, sqrt
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from tba.runs.folder import SCORES, Row, read
+from tba.tools.report.page import names, with_stderr
+
+CLEAR = 2.0
+"""Number of standard errors above which a difference is marked."""
+STAR = "\N{NO-BREAK SPACE}★"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Held-out scores of a run by step, and of each prompt where the run stored them."""
+
+    name: str
+    task: Row
+    setting: str
+    """The settings except seed and folder: runs that share them differ only in the seed."""
+    table: pd.DataFrame
+    """Evaluations, indexed by step."""
+    by_prompt: Mapping[int, Row]
+
+
+def read_by_prompt(run: Path) -> dict[int, Row]:
+    """Return the rows of `scores.jsonl` by step."""
+    return {int(row["step"]): row for row in read(run / SCORES)}
+
+
+def compare(runs: Sequence[Evaluated], measure: str) -> tuple[pd.DataFrame, list[str]]:
+    """Return the differences of all later runs from the first one, and what limits them."""
+    first, *others = runs
+    rows = []
+    notes = []
+    for other in others:
+        if other.task != first.task:
+            tasks = f"{first.task['use']} and {other.task['use']}"
+            notes.append(f"{first.name} and {other.name} have different tasks ({tasks}).")
+            continue
+        row = {"run": f"{other.name} − {first.name}"}
+        at = {"same step": _last_common(first, other), "best step": _best(first, other, measure)}
+        for label, steps in at.items():
+            row[label] = "–" if steps is None else _difference(first, other, steps, measure)
+        rows.append(row)
+    seeds = Counter(run.setting for run in runs)
+    if max(seeds.values()) == 1:
+        notes.append(
+            "One seed of each setting: ± covers the held-out prompts, not other seeds of training."
+        )
+    else:
+        text = ", ".join(map(str, seeds.values()))
+        notes.append(f"Seeds of the {len(seeds)} settings: {text}. ± covers the held-out prompts.")
+    return pd.DataFrame(rows), notes
+
+
+def _last_common(first: Evaluated, other: Evaluated) -> tuple[int, int] | None:
+    common = first.table.index.intersection(other.table.index)
+    return None if common.empty else (int(common.max()),) * 2
+
+
+def _best(first: Evaluated, other: Evaluated, measure: str) -> tuple[int, int] | None:
+    column, _ = names(measure, "sampled")
+    scores = [run.table.get(column, pd.Series(dtype=float)).dropna() for run in (first, other)]
+    if any(each.empty for each in scores):
+        return None
+    return int(scores[0].idxmax()), int(scores[1].idxmax())
+
+
+def _difference(first: Evaluated, other: Evaluated, steps: tuple[int, int], measure: str) -> str:
+    """Return the difference ± standard error as text; ★ if it is more than two of these."""
+    value, error, how = _paired(first, other, steps)
+    if isnan(value):
+        column, stderr = names(measure, "sampled")
+        ends = [run.table.loc[step] for run, step in zip((first, other), steps, strict=True)]
+        value = ends[1].get(column, nan) - ends[0].get(column, nan)
+        error = hypot(*(end.get(stderr, nan) for end in ends))
+        how = "not paired"
+    form = "{:+.1%}" if measure == "pass@1" else "{:+.3f}"
+    text = with_stderr(value, error, form).replace("±\N{NO-BREAK SPACE}+", "±\N{NO-BREAK SPACE}")
+    star = STAR if abs(value) > CLEAR * error else ""
+    at = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[1]} − {steps[0]}"
+    return f"{text}{star} ({at}, {how})"
+
+
+def _paired(first: Evaluated, other: Evaluated, steps: tuple[int, int]) -> tuple[float, float, str]:
+    """Return mean and standard error of the differences by prompt; NaN if prompts differ."""
+    rows = [run.by_prompt.get(step) for run, step in zip((first, other), steps, strict=True)]
+    if None in rows or rows[0]["prompts"] != rows[1]["prompts"]:  # type: ignore[index]
+        return nan, nan, ""
+    scores = [np.array(row["scores"], np.float64) for row in rows]  # type: ignore[index]
+    differences = scores[1] - scores[0]
+    known = differences[~np.isnan(differences)]
+    if len(known) < 2:
+        return nan, nan, ""
+    error = float(known.std(ddof=1)) / sqrt(len(known))
+    return float(known.mean()), error, f"paired over {len(known)} prompts"
