@@ -396,12 +396,16 @@ def test_what_is_no_http_is_not_logged(endpoint, parts, caplog):
 
 DIES = """
 import os
+import socket
 from pathlib import Path
 
 starts = Path(__file__).with_name("starts")
 count = len(starts.read_text()) if starts.exists() else 0
 starts.write_text("." * (count + 1))
-if 0 < count <= {deaths}:
+if 0 < count <= {deaths} and {late}:
+    send = socket.socket.sendall
+    socket.socket.sendall = lambda self, data: [send(self, data), os._exit(3)]
+elif 0 < count <= {deaths}:
     os.kill(os.getpid(), 9)
 if {forks} and os.fork() == 0:  # it has what it inherits, and stays
     os.execvp("sleep", ["sleep", "20"]) if {forks} == 2 else __import__("time").sleep(20)
@@ -419,8 +423,8 @@ def held_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(process, "PAUSES", (0.0, 0.01, 0.01, 0.01))
     loop = EventLoop("test")
 
-    def held(deaths: int = 0, forks: int = 0) -> list[Verdict | None]:
-        (tmp_path / "own.py").write_text(DIES.format(deaths=deaths, forks=forks))
+    def held(deaths: int = 0, forks: int = 0, late: bool = False) -> list[Verdict | None]:
+        (tmp_path / "own.py").write_text(DIES.format(deaths=deaths, forks=forks, late=late))
         program = Program(f"{tmp_path}/own.py:rollout", sys.executable, 60.0, 4, 9, "append", {})
         agent = AgentProcess(program, math.inf, 60.0)
 
@@ -445,6 +449,15 @@ def test_a_process_that_dies_while_it_starts_again_is_started_a_few_times(
         with pytest.raises(ChildProcessError, match=r"did not start: .* signal 9 \(Killed\)"):
             held_by(deaths)
     assert len((tmp_path / "starts").read_text()) == min(2 + deaths, 5)
+
+
+def test_a_process_that_dies_at_the_end_of_its_start_is_known_to_have_ended(held_by):
+    """A session may have been sent to it before; it does not wait for its deadline."""
+    for _ in range(5):
+        try:
+            assert [verdict.reason for verdict in held_by(99, late=True)] == ["died", "died"]
+        except ChildProcessError as error:
+            assert "its process ended with exit status 3" in str(error)
 
 
 @pytest.mark.parametrize("forks", [1, 2])
