@@ -56,7 +56,10 @@ class Child:
         inherited: Mapping[str, str] | None = None,
         python: str | None = None,
     ):
-        """`inherited` replaces this process's environment, `python` its interpreter and path."""
+        """`inherited` replaces this process's environment, and `python` its interpreter.
+
+        Only the same interpreter gets this process's module path.
+        """
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [python or sys.executable, "-P", "-c", CODE, function],
@@ -70,7 +73,7 @@ class Child:
         assert self.process.stdin is not None
         self._link = self.process.stdin
         with suppress(BrokenPipeError):  # it died at once, as its status says
-            path = sys.path if python is None else []
+            path = module_path() if python in (None, sys.executable) else []
             self._link.write(json.dumps([path, arguments]).encode() + b"\n")
             self._link.flush()
 
@@ -100,6 +103,11 @@ class Child:
     def _close(self) -> None:
         with suppress(BrokenPipeError):
             self._link.close()
+
+
+def module_path() -> list[str]:
+    """Return the entries of `sys.path`, without those that imports ignore, such as a Path."""
+    return [each for each in sys.path if isinstance(each, str)]
 
 
 def started_by(pid: int, mark: str) -> list[psutil.Process]:

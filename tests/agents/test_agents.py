@@ -280,6 +280,17 @@ def test_a_program_has_the_secrets_that_it_is_given(agent, monkeypatch, held):
     assert [t.reward for g in again.groups for t in g.trajectories] == [1.0] * 4
 
 
+def test_a_program_is_found_where_the_run_finds_modules(agent, held, tmp_path, monkeypatch):
+    """As a module on the path, which may have entries that are no text, and as its file."""
+    package = tmp_path / "lib" / "own_agent"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text("from programs import once")
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path, str(package.parent)])
+    for program in ("own_agent.__main__:once", f"{package}/__main__.py:once"):
+        _, result = held(agent(program, "1"))
+        assert [t.reward for group in result.groups for t in group.trajectories] == [1.0, 1.0]
+
+
 def test_a_run_trains_on_sessions(agent, tmp_path):
     """Contexts pass through buffer, trainer, evaluation and checkpoint."""
     config = agent("forgets", "one", "two", settings=["eval.every=1", "checkpoint.every=1"])
