@@ -21,7 +21,7 @@ from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_part, record_session
 from tba.runs.warn import RunWarning, Warnings
 from tba.runtime import Searchers
-from tba.runtime.deadline import NoAnswerError, search_errors
+from tba.runtime.deadline import ClusterLostError, NoAnswerError, search_errors
 from tba.search.prompts import SearchState
 from tba.setup.setup import TRAINED_ON, RunSetup
 from tba.streams import Use, generator
@@ -380,7 +380,8 @@ class Run:
                 self.save()
             self.checkpoints.wait()
             if self.stop.requested and isinstance(error, SearchError | NoAnswerError):
-                self.console.note(f"while stopping: {error}")
+                if not isinstance(error, ClusterLostError):
+                    self.console.note(f"while stopping: {error}")
                 return
             saved = "" if wrong else "The run has been saved: "
             half = f"trainer.learning_rate={self.config.trainer.learning_rate / 2:g}"
