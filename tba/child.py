@@ -27,15 +27,22 @@ import psutil
 MARK = "TBA_CHILD"
 """Environment variable that marks a child and all processes that it starts."""
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a process to end."""
+
 STARTED = 0
 """Number of the first reply from a child that answers calls."""
 
 # not multiprocessing, which would rerun the user's script and forbid the child to start processes
 CODE = """
-import json, pkgutil, sys
+import json, os, pkgutil, signal, sys
 with open(0, "rb", buffering=0, closefd=False) as parent:
-    path, arguments = json.loads(parent.readline())
+    path, ignored, arguments = json.loads(parent.readline())
 sys.path[:] = path or sys.path
+def handle(handler=signal.SIG_DFL):
+    for number in ignored: signal.signal(number, handler)
+handle(lambda *_: None)  # programs that it starts do not inherit it, unlike SIG_IGN
+os.register_at_fork(after_in_child=handle)
 pkgutil.resolve_name(sys.argv[1])(*arguments)
 """
 
@@ -55,8 +62,13 @@ class Child:
         pass_fds: Sequence[int] = (),
         inherited: Mapping[str, str] | None = None,
         python: str | None = None,
+        ignored: Sequence[int] = STOPS,
     ):
-        """`inherited` replaces this process's environment, `python` its interpreter and path."""
+        """`inherited` replaces this process's environment, and `python` its interpreter.
+
+        Only the same interpreter gets this process's module path. The `ignored` signals may be
+        sent to every process of a job; this process reacts to them, and the child ends with it.
+        """
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             [python or sys.executable, "-P", "-c", CODE, function],
@@ -70,8 +82,8 @@ class Child:
         assert self.process.stdin is not None
         self._link = self.process.stdin
         with suppress(BrokenPipeError):  # it died at once, as its status says
-            path = sys.path if python is None else []
-            self._link.write(json.dumps([path, arguments]).encode() + b"\n")
+            path = module_path() if python in (None, sys.executable) else []
+            self._link.write(json.dumps([path, ignored, arguments]).encode() + b"\n")
             self._link.flush()
 
     @property
@@ -100,6 +112,11 @@ class Child:
     def _close(self) -> None:
         with suppress(BrokenPipeError):
             self._link.close()
+
+
+def module_path() -> list[str]:
+    """Return the entries of `sys.path`, without those that imports ignore, such as a Path."""
+    return [each for each in sys.path if isinstance(each, str)]
 
 
 def started_by(pid: int, mark: str) -> list[psutil.Process]:

@@ -141,8 +141,7 @@ def _check(
     from tba.setup.machine import planned_machine
     from tba.tools.check import as_toml, dry_run
 
-    planned = None if gpus is None else planned_machine(gpus)
-    tables, lines = dry_run(config, resume, replay, planned)
+    tables, lines = dry_run(config, resume, replay, None if gpus is None else planned_machine(gpus))
     if verbose:
         print(as_toml(tables, config.model_dump(exclude_unset=True, by_alias=True)), end="\n\n")
     print(printable("\n".join(lines)))
@@ -381,8 +380,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # paths and texts may be invalid Unicode
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(Printable())
-    # for plug-ins and reward functions in the current folder; last, so that they shadow no library
-    sys.path.append(str(Path.cwd()))
+    sys.path.append(str(Path.cwd()))  # for plug-ins; last, so that they shadow no library
     try:
         check_docstrings()
         app()
@@ -452,4 +450,6 @@ def _refuse_dashes(settings: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, which `main` puts last
     main()

@@ -8,7 +8,15 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 
 from tba.agents.chat import authors, response_text
-from tba.errors import NoAnswerError, NotFinite, SearchError, StepError, TrainerLost, WrongReference
+from tba.errors import (
+    ClusterLostError,
+    NoAnswerError,
+    NotFinite,
+    SearchError,
+    StepError,
+    TrainerLost,
+    WrongReference,
+)
 from tba.learn import Trainer, TrainerSizes, unchanged
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint
@@ -390,7 +398,8 @@ class Run:
                 self.save()
             self.checkpoints.wait()
             if self.stop.requested and isinstance(error, SearchError | NoAnswerError):
-                self.console.note(f"while stopping: {error}")
+                if not isinstance(error, ClusterLostError):
+                    self.console.note(f"while stopping: {error}")
                 return
             saved = "" if wrong else "The run has been saved: "
             half = f"trainer.learning_rate={self.config.trainer.learning_rate / 2:g}"

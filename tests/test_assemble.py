@@ -125,9 +125,12 @@ def test_a_step_that_fails_costs_none_before(failure, tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("error", [ClusterLostError("Ray is lost"), SearchError("it ended")])
-def test_what_searchers_raise_after_a_stop_is_no_error(error, tiny_model, tmp_path, monkeypatch):
+def test_what_searchers_raise_after_a_stop_is_no_error(
+    error, tiny_model, tmp_path, monkeypatch, capsys
+):
     """The signal may be for all processes of the job: the run is saved, and ends as usual."""
-    with open_run(config(tiny_model, tmp_path / "run", "eval.prompts=0")) as opened:
+    given = ("eval.prompts=0", "log.console=lines")
+    with open_run(config(tiny_model, tmp_path / "run", *given)) as opened:
 
         def end(*_: Any, **__: Any) -> None:
             opened.stop.requested = True
@@ -136,6 +139,8 @@ def test_what_searchers_raise_after_a_stop_is_no_error(error, tiny_model, tmp_pa
         monkeypatch.setattr(opened.searchers, "publish", end)
         assert not opened.train().finished
     assert steps(tmp_path / "run") == [1]
+    told = capsys.readouterr().out
+    assert "Ray is lost" not in told and ("it ended" in told) == isinstance(error, SearchError)
     assert [g.name for g in generations(tmp_path / "run" / CHECKPOINTS)] == ["step-00000001"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.child import MARK, Child, clean_up, kill_with_parent, wait_for_parent
+from tba.child import MARK, STOPS, Child, clean_up, kill_with_parent, wait_for_parent
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""
@@ -100,3 +100,28 @@ def test_a_cleanup_spares_strangers(tmp_path):
     assert marked.wait(SECONDS) and writer.wait(SECONDS) and reader.poll() is None
     reader.kill()
     reader.wait(SECONDS)
+
+
+def bear(file: str) -> None:
+    """Get all signals that ask it to end, then write how processes that it starts end by them."""
+    for number in STOPS:
+        os.kill(os.getpid(), number)
+    program = subprocess.run(
+        [sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], check=False
+    )
+    if (pid := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    forked = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    Path(file).write_text(f"{program.returncode} {forked}")
+
+
+@pytest.mark.parametrize("ignored", [STOPS, ()])
+def test_a_child_outlives_a_signal_to_all_processes_of_a_job(tmp_path, ignored):
+    """Its parent ends it. The processes that it starts are as without it."""
+    file = tmp_path / "codes"
+    child = Child("test_child:bear", str(file), ignored=ignored)
+    assert waits(lambda: child.status is not None)
+    child.kill()
+    assert file.exists() is bool(ignored)
+    assert not ignored or file.read_text() == "-15 -15"

@@ -1,6 +1,8 @@
 """The command line: what it prints, and the mistakes that it refuses before anything starts."""
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -108,6 +110,16 @@ def test_a_mistake_is_one_line_before_anything_starts(setting, folder, command):
     assert ended.err.startswith("error: ") and MISTAKES[setting] in ended.err
     assert len(ended.err.splitlines()) == 1
     assert set(folder.iterdir()) == before  # no run folder
+
+
+def test_files_of_the_current_folder_hide_no_library_from_python_m(folder):
+    """As from the command `tba`; `python -m` puts the folder first."""
+    for name in ("ray", "torch", "transformers"):
+        Path(f"{name}.py").write_text("raise ImportError('this is no library')")
+    command = [sys.executable, "-m", "tba.cli", "check", "run.toml"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "config OK" in ended.stdout, ended.stderr
 
 
 def test_a_tokenizer_without_pad_will_do(make_model, tmp_path, capfd):

@@ -146,7 +146,7 @@ def _load(rollout: str) -> Callable[..., Any]:
     sys.path.append(str(path.parent if is_file else Path.cwd()))
     if is_file:
         stem = path.stem.replace(".", "_")
-        spec = importlib.util.find_spec(stem)
+        spec = None if stem == "__main__" else importlib.util.find_spec(stem)
         if spec is None or spec.origin != str(path):  # another module has this name
             spec = importlib.util.spec_from_file_location(f"rollout_{stem}", path)
         assert spec is not None and spec.loader is not None

@@ -40,7 +40,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     lost = ""
     task = setup.task
     if PROMPTS & {*changes}:
-        lost = "the stored samples are from other prompts or another tokenizer"
+        lost = "the stored samples are of other prompts, or of another model or tokenizer"
     elif task.tools or task.program or setup.config.task.use == "redteam":
         lost = "the environment, the program or the victim of the stored samples is gone"
     elif setup.objective.at(0).value_rollouts is not None:

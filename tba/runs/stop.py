@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from tba.child import STOPS
 from tba.display import printable
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TWICE = 0.5
 """Seconds in which a repeated signal is ignored: `timeout` signals a process, then its group."""
 
@@ -31,7 +31,7 @@ class Stop:
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            handlers = {number: signal.getsignal(number) for number in NUMBERS}
+            handlers = {number: signal.getsignal(number) for number in STOPS}
             # ignored signals stay ignored, as with nohup
             self._before = {n: h for n, h in handlers.items() if h is not signal.SIG_IGN}
             self.install()

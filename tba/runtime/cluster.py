@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import (
 )
 from torch import Tensor
 
-from tba.child import MARK, Child, clean_up
+from tba.child import MARK, Child, clean_up, module_path
 from tba.config.tables import PolicyTable, RuntimeTable
 from tba.errors import ClusterLostError, EngineError
 from tba.runtime import placement
@@ -44,7 +44,6 @@ BUCKET = 2**30
 """Maximum bytes of an object with a part of the weights, unless a single tensor has more."""
 
 log = logging.getLogger(__name__)
-
 INLINE = 2**28
 """Bytes of arguments and results that a private Ray keeps out of its object store."""
 
@@ -187,7 +186,8 @@ class Connection:
         self._clean_up: Callable[[], None] = lambda: None
         self.folder: Path | None = None  # of a private instance
         # all processes use this one's module path: Ray would put the current folder first
-        job = JobConfig(_client_job=True, _py_driver_sys_path=[*map(str, reversed(sys.path))])
+        path = [p for p in reversed(module_path()) if p == p.encode("utf-8", "replace").decode()]
+        job = JobConfig(_client_job=True, _py_driver_sys_path=path)
         options: Any = {"job_config": job, "log_to_driver": False, "logging_level": logging.ERROR}
         start: partial[Any] = partial(ray.init, settings.address, **options)
         if settings.address is None:

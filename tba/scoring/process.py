@@ -157,11 +157,13 @@ class Process(ABC):
             except OSError as error:  # out of memory, or too many processes or open files
                 self._writer.transport.abort()
                 return str(error)
-        self._replies[STARTED] = asyncio.Queue()
+        replies = self._replies[STARTED] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(child, reader))
         try:
             self._writer.write(self._setup)
             reply = await self.reply(STARTED, self._start_deadline)
+            while reply is None and not replies.empty():  # it has ended since
+                reply = replies.get_nowait()
         except TimeoutError:
             limit = f"runtime.start_deadline = {self._start_deadline:g} s"
             reply = StartFailed(f"not within {limit}; raise it if models load so long")

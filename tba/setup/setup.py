@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tba.agents.chat import endings
 from tba.agents.environment import check_tools
@@ -17,6 +18,7 @@ from tba.config.schema import Config
 from tba.engines import Engine
 from tba.learn.publish import prompt_length
 from tba.learn.trainer import SingleTrainer, TrainerSetup
+from tba.models import model_path
 from tba.models.forward import check_compiler, check_rotary
 from tba.models.lora import check_adapter
 from tba.models.pretrained import (
@@ -50,8 +52,10 @@ READ = ("policy", "task", "engine", "sampling", "reward", "eval")
 EVALUATED = "held-out prompts"
 """Source that affects only scores."""
 TRAINED_ON = "training prompts"
-PROMPTS = {TRAINED_ON, "tokenizer", "chat template"}
-"""Sources that affect the policy's input."""
+PROMPTS = {TRAINED_ON, "tokenizer", "chat template", "config.json of policy.model"}
+"""Sources that affect what the policy reads, or its log-probs."""
+VOLATILE = {"_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+"""Keys of a model's config that do not affect its log-probs."""
 log = logging.getLogger(__name__)
 
 
@@ -201,16 +205,25 @@ def _setup_of(
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
     """Return digests of everything that affects samples, their rewards, or evaluation scores."""
+    from transformers import PretrainedConfig
+
     e = config.eval
+    path = model_path(config.policy.model)
+    plain, _ = PretrainedConfig.get_config_dict(path, local_files_only=True)
+    model = {key: value for key, value in plain.items() if key not in VOLATILE}
     own = data.text.tokenizer
     vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
-    sets = [digest_of(each) for each in (data.held_out, *(s.prompts for s in data.sets.values()))]
+    sets: list[Any] = [digest_of(data.held_out)]
+    for each in data.sets.values():
+        scored = sources_of(config.model_copy(update={"task": each.task}), functions)
+        sets.append([digest_of(each.prompts), scored])
     answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
     return sources_of(config, functions) | {
         TRAINED_ON: digest_of(data.prompts),
         EVALUATED: digest([sets, answered]),
         "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),
         "chat template": digest(own.chat_template),
+        "config.json of policy.model": digest(model),
     }
 
 

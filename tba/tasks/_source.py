@@ -92,8 +92,8 @@ def _meant(text: str) -> Any:
         path = Path(where if where.endswith(".py") else text).expanduser()
         if path.is_file():
             return [name if where.endswith(".py") else "", _content(path)]
-        if (path / "config.json").is_file():
-            return [[file.name, _content(file)] for file in sorted(path.glob("[!.]*.*"))]
+        if text and any(path.glob("*config*.json")):
+            return [[str(file.relative_to(path)), _bytes(file)] for file in _files(path)]
     return [text, *map(_module, (where, text.rpartition(".")[0], text))]
 
 
@@ -191,7 +191,18 @@ def _module(name: str) -> Any:
 def _of_file(name: str, file: Path) -> Any:
     if name.partition(".")[0] in OURS or any(map(_is_of_packages, file.parents)):
         return name
-    return _content(file) if file.name else None
+    return _content(file) if file.is_file() else None  # in an archive
+
+
+def _files(model: Path) -> list[Path]:
+    """Return the files in a model's folder, except hidden ones, caches of Python and pages."""
+    found = (p for p in sorted(model.rglob("*")) if p.suffix not in (".md", ".pyc") and p.is_file())
+    return [p for p in found if not any(n[0] == "." for n in p.relative_to(model).parts)]
+
+
+def _bytes(file: Path) -> str:
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
 
 
 @cache
@@ -203,8 +214,7 @@ def _is_of_packages(folder: Path) -> bool:
 def _content(file: Path) -> Any:
     """Return a digest of a file; for Python, its code and the code of local files it imports."""
     if file.suffix != ".py":
-        with file.open("rb") as opened:
-            return file_digest(opened, "sha256").hexdigest()
+        return _bytes(file)
     texts: dict[Path, str] = {}
     left = [file.resolve()]
     for path in left:  # the list grows during the loop

@@ -240,6 +240,7 @@ def start_run(config: Config, resume: bool, cores: Sequence[int], log: Path) -> 
             list(cores),
             environment={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
             output=file,
+            ignored=(),
         )
 
 

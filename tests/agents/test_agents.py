@@ -279,6 +279,17 @@ def test_a_program_has_the_secrets_that_it_is_given(agent, monkeypatch, held):
     assert [t.reward for g in again.groups for t in g.trajectories] == [1.0] * 4
 
 
+def test_a_program_is_found_where_the_run_finds_modules(agent, held, tmp_path, monkeypatch):
+    """As a module on the path, which may have entries that are no text, and as its file."""
+    package = tmp_path / "lib" / "own_agent"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text("from programs import once")
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path, str(package.parent)])
+    for program in ("own_agent.__main__:once", f"{package}/__main__.py:once"):
+        _, result = held(agent(program, "1"))
+        assert [t.reward for group in result.groups for t in group.trajectories] == [1.0, 1.0]
+
+
 def test_a_run_trains_on_sessions(agent, tmp_path):
     """Contexts pass through buffer, trainer, evaluation and checkpoint."""
     config = agent("forgets", "one", "two", settings=["eval.every=1", "checkpoint.every=1"])
@@ -395,12 +406,16 @@ def test_what_is_no_http_is_not_logged(endpoint, parts, caplog):
 
 DIES = """
 import os
+import socket
 from pathlib import Path
 
 starts = Path(__file__).with_name("starts")
 count = len(starts.read_text()) if starts.exists() else 0
 starts.write_text("." * (count + 1))
-if 0 < count <= {deaths}:
+if 0 < count <= {deaths} and {late}:
+    send = socket.socket.sendall
+    socket.socket.sendall = lambda self, data: [send(self, data), os._exit(3)]
+elif 0 < count <= {deaths}:
     os.kill(os.getpid(), 9)
 if {forks} and os.fork() == 0:  # it has what it inherits, and stays
     os.execvp("sleep", ["sleep", "20"]) if {forks} == 2 else __import__("time").sleep(20)
@@ -418,8 +433,8 @@ def held_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(process, "PAUSES", (0.0, 0.01, 0.01, 0.01))
     loop = EventLoop("test")
 
-    def held(deaths: int = 0, forks: int = 0) -> list[Verdict | None]:
-        (tmp_path / "own.py").write_text(DIES.format(deaths=deaths, forks=forks))
+    def held(deaths: int = 0, forks: int = 0, late: bool = False) -> list[Verdict | None]:
+        (tmp_path / "own.py").write_text(DIES.format(deaths=deaths, forks=forks, late=late))
         program = Program(f"{tmp_path}/own.py:rollout", sys.executable, 60.0, 4, 9, "append", {})
         agent = AgentProcess(program, math.inf, 60.0)
 
@@ -444,6 +459,15 @@ def test_a_process_that_dies_while_it_starts_again_is_started_a_few_times(
         with pytest.raises(ChildProcessError, match=r"did not start: .* signal 9 \(Killed\)"):
             held_by(deaths)
     assert len((tmp_path / "starts").read_text()) == min(2 + deaths, 5)
+
+
+def test_a_process_that_dies_at_the_end_of_its_start_is_known_to_have_ended(held_by):
+    """A session may have been sent to it before; it does not wait for its deadline."""
+    for _ in range(5):
+        try:
+            assert [verdict.reason for verdict in held_by(99, late=True)] == ["died", "died"]
+        except ChildProcessError as error:
+            assert "its process ended with exit status 3" in str(error)
 
 
 @pytest.mark.parametrize("forks", [1, 2])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 from build import config, replayed, stopped
@@ -21,6 +22,7 @@ from tba.open import run
 from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.folder import CONFIG, METRICS, SESSIONS, read
+from tba.setup.setup import EVALUATED
 from tba.tasks._source import sources_of
 from tba.tools.check import dry_run
 
@@ -114,6 +116,14 @@ def test_the_file_of_a_module_counts(user):
     assert changed(source(reward="helper:value"), before) == ["task.reward"]
 
 
+def test_a_module_in_an_archive_is_known_by_its_name(user, monkeypatch):
+    with ZipFile(user / "own.zip", "w") as archive:
+        archive.writestr("zipped.py", "def value(text): return 1.0")
+    monkeypatch.syspath_prepend(str(user / "own.zip"))
+    importlib.import_module("zipped")
+    assert source(reward="zipped:value") == source(reward="zipped:value")
+
+
 CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
     "an argument of a factory": (
         {"use": "reward.py:make", "bonus": 0.0}, {"use": "reward.py:make", "bonus": 0.1},
@@ -154,6 +164,37 @@ def test_a_file_that_an_option_names_counts_by_its_contents(user):
     assert source(reward={**table, "words": "copy.txt"}) == before
     (user / "words.txt").write_text("one three")
     assert changed(source(reward=table), before) == ["task.reward.words"]
+
+
+FILES = {
+    "1_Pooling/config.json": True, "v1.0/model.safetensors": True, "vocab": True,
+    "code/__init__.py": True, "convert.py": True, "README.md": False, ".cache/one.json": False,
+    "__pycache__/code.pyc": False,
+}  # fmt: skip
+"""Files in a model's folder, and whether a change of theirs counts."""
+
+
+@pytest.mark.parametrize("config", ["config.json", "adapter_config.json", "tokenizer_config.json"])
+def test_the_files_of_a_model_count_wherever_they_are_in_its_folder(user, config):
+    table = {"use": "classifier", "model": "judge"}
+    for name in (config, *FILES):
+        (user / "judge" / name).parent.mkdir(parents=True, exist_ok=True)
+        (user / "judge" / name).write_text("print 'Python 2'")
+    before = source(reward=table)
+    shutil.copytree("judge", "moved")
+    assert source(reward={**table, "model": "moved"}) == before
+    for name, counts in FILES.items():
+        rewrite(user / "judge" / name, "2", "3")
+        assert (source(reward=table) != before) is counts, name
+        rewrite(user / "judge" / name, "3", "2")
+
+
+def test_a_text_without_a_name_is_no_folder(user):
+    table = {"use": "reward.py:make", "eos": ""}
+    (user / "config.json").write_text("{}")
+    before = source(reward=table)
+    (user / "other.txt").write_text("")
+    assert source(reward=table) == before
 
 
 def test_weights_and_grader_options_count_and_those_of_prompts_do_not():
@@ -349,6 +390,30 @@ def test_a_changed_reward_is_refused_by_name_with_the_ways_on(tiny_model, user):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     rewrite(user / "reward.py", "LIMIT = 3", "LIMIT = 2")
     assert run(_config(["run.steps=3"], folder), folder).finished
+
+
+def test_another_config_of_the_model_is_refused(tiny_model, user):
+    """The weights are the same; the log-probs of the stored samples are not."""
+    folder = user / "run"
+    model = shutil.copytree(tiny_model, user / "model")
+    run(config(model, folder, *SETTINGS))
+    plain = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**plain, "transformers_version": "5"}))
+    assert run(_config(["run.steps=3"], folder), folder).finished
+    (model / "config.json").write_text(json.dumps({**plain, "layer_norm_epsilon": 0.1}))
+    with pytest.raises(ValueError, match=r"^config\.json of policy\.model: changed .* add --drop"):
+        run(_config(["run.steps=4"], folder), folder)
+
+
+def test_another_reward_of_an_evaluation_set_changes_its_scores_only(tiny_model, user):
+    folder = user / "run"
+    shutil.copy("reward.py", "hard.py")
+    of_set = ("eval.sets.hard.reward=hard.py:score", "eval.sets.hard.prompts=2")
+    run(config(tiny_model, folder, *SETTINGS, "eval.prompts=2", *of_set))
+    before = json.loads((folder / "sources.json").read_text())
+    rewrite(user / "hard.py", "LIMIT = 2", "LIMIT = 3")
+    assert run(_config(["run.steps=3"], folder), folder).finished
+    assert changed(json.loads((folder / "sources.json").read_text()), before) == [EVALUATED]
 
 
 def test_stored_samples_are_scored_again(tiny_model, user):

@@ -56,9 +56,11 @@ def test_neither_side_waits_and_the_phases_are_told(
     """A search takes far longer than a step: all that the trainer waits would not pay for one.
 
     The baseline, of two pieces, goes first. Only the user enters the folder of the private Ray,
-    which has a session of its own. No file of the current folder hides a module of Python.
+    which has a session of its own. No file of the current folder hides a module of Python, and the
+    module path may have entries that are no text, or no UTF-8.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, f"{tmp_path}/\udcff"])
     for name in ("statistics", "types", "random", "queue", "datasets"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('this is no module of Python')")
     search = 0.6
