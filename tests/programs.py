@@ -110,7 +110,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"n": 2}, "n = 2 is not supported; leave it out and repeat the request"),
         ({"n": True}, "n = True"),
         ({"temperature": "0.7"}, "temperature"),
-        ({"top_k": 3}, "top_k = 3 is not that of the config"),
+        ({"top_k": 3}, "top_k = 3 differs from the config"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "leave one out"),
         ({"seed": 1.5}, "seed"),
@@ -121,7 +121,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "tools": [DOUBLE]}, "tool_choice = 'required'"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"temperature": 0.3}, "temperature = 0.3 is not that of the config"),
+        ({"temperature": 0.3}, "temperature = 0.3 differs from the config"),
         ({"tools": [{"type": "file_search"}]}, "a tool is no function"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["x", ""]}, "stop"),
@@ -130,7 +130,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"parallel_tool_calls": False, "tools": [DOUBLE]}, "parallel_tool_calls = False"),
         ({"reasoning_effort": "low"}, "reasoning_effort = 'low'"),
         ({"penalty_of_tomorrow": 1}, "penalty_of_tomorrow = 1"),
-        ({"tools": [DOUBLE, DOUBLE]}, "no function with a name of its own"),
+        ({"tools": [DOUBLE, DOUBLE]}, "must be a function with a unique name"),
     ]
     for options, why in wrong:
         status, _, message = refusal(base_url, hello, **options)
@@ -142,7 +142,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
     for wrong_message in ({"role": "user"}, {"role": "tool", "content": 0}):
         assert "messages.1.content must be" in refusal(base_url, [*hello, wrong_message])[2]
     function = {"role": "function", "name": "double", "content": "2"}
-    assert "role = 'function' is none of" in refusal(base_url, [*hello, function])[2]
+    assert "role = 'function'; it must be one of" in refusal(base_url, [*hello, function])[2]
     odd = {"role": "assistant", "content": "?", "tool_calls": 5}
     assert "cannot be read" in refusal(base_url, [odd, user("Say")])[2]
     assert refusal(base_url, [user("x" * 5000)])[1] == "context_length_exceeded"

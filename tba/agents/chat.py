@@ -74,8 +74,8 @@ class Chat:
             raise ValueError("the chat template shows no results of tools; use another model")
         if self.describes_tools and not self._own_form and self._writes_another_form:
             raise ValueError(
-                "the chat template writes calls of tools in a form of its own, and the tokenizer"
-                " does not say how to read it; add response_template to tokenizer_config.json, or"
+                "the chat template writes tool calls in another form, and the tokenizer does not"
+                " say how to read it; add response_template to tokenizer_config.json, or"
                 f" use a model that writes <tool_call>{FORM}</tool_call>"
             )
 
@@ -194,7 +194,7 @@ class Chat:
         Raises ValueError if the template writes calls in another form.
         """
         if turn.get("tool_calls") and self.describes_tools and self._writes_another_form:
-            raise ValueError("the chat template writes calls in a form of its own; give tokens")
+            raise ValueError("the chat template writes tool calls in another form; pass tokens")
         return str(_with_calls(turn)["content"])
 
     def _after_turn(self, before: Sequence[Message], results: Sequence[Message]) -> str:

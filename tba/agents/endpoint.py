@@ -190,7 +190,7 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
             case {"type": "function", "function": {"name": str(name)}} if name not in schemas:
                 schemas[name] = tool
             case _:
-                raise ValueError("tools: a tool is no function with a name of its own")
+                raise ValueError("tools: each tool must be a function with a unique name")
     return Chat(text, schemas)
 
 

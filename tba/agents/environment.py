@@ -225,6 +225,6 @@ def _alike(instance: Any, text: str, begin: str, problem: str) -> Any:
     if text != begin:
         problem = (
             f"reset returned {text[:SHOWN]!r} and {begin[:SHOWN]!r} for the same row, but the"
-            " samples of a prompt must begin alike; take what is random from the row"
+            " samples of a prompt must have the same beginning; take what is random from the row"
         )
     return Rejected(Reason.RAISED, f"task.environment: {problem}") if problem else instance

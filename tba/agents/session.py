@@ -336,7 +336,7 @@ def readable(message: Mapping[str, Any]) -> Message:
     """Return a message with its content as text; ValueError if it is not a valid message."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role is not None and role not in ROLES:
-        raise ValueError(f"role = {role!r} is none of {', '.join(ROLES)}")
+        raise ValueError(f"role = {role!r}; it must be one of {', '.join(ROLES)}")
     plain = normalised(message)
     return {**plain, "content": text_of(plain["content"])}
 

@@ -73,7 +73,7 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
         if fixed:
             for name in ("temperature", "top_p", "top_k"):
                 if asked[name] not in (None, vars(own)[name], vars(config)[name]):
-                    told = f"{name} = {asked[name]:g} is not that of the config, and {fixed}"
+                    told = f"{name} = {asked[name]:g} differs from the config, and {fixed}"
                     raise ValueError(told)
             return sampling  # an evaluation has its own temperature
         if self.temperature not in (None, own.temperature):

@@ -50,7 +50,7 @@ def check_lengths(
             if not gap <= limit:
                 raise ValueError(
                     f"policy.model: log-probs in a batch differ by {gap:.3g} nats a token from"
-                    f" those of each sequence alone, with prompts of {len(own[0])} and"
+                    f" each sequence alone, with prompts of {len(own[0])} and"
                     f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
                     f" whole batch; {advice}"
                 )

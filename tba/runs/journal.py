@@ -30,7 +30,7 @@ LONGEST_VALUE = 10_000
 
 
 HPARAM_METRICS = ("reward", "eval/sampled_reward", "eval/sampled_pass@1")
-"""Metrics that TensorBoard shows beside the settings of runs."""
+"""Metrics that TensorBoard shows with the settings of runs."""
 
 
 def check_log(table: LogTable) -> None:

@@ -207,7 +207,7 @@ def _bytes(file: Path) -> str:
 
 @cache
 def _is_of_packages(folder: Path) -> bool:
-    """Return whether pip installs into a folder: `site-packages`, or that of `--target`."""
+    """Return whether pip installs into a folder: `site-packages`, or a `--target`."""
     return any(folder.glob("*.dist-info"))
 
 

@@ -265,7 +265,7 @@ def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[
         if table and named and p.name not in {*columns, *passed}:
             raise ValueError(
                 f"task.reward: {called} needs {p.name!r}, which is not a column of"
-                f" {key}; beside prompt there are: {', '.join(columns) or 'none'}"
+                f" {key}; the columns are {', '.join(('prompt', *columns))}"
             )
 
 

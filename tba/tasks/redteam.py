@@ -237,7 +237,7 @@ def embeddings(encoder: JudgeModel, texts: Sequence[str]) -> Float32[np.ndarray,
 
     def direction(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
         states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return normalize((states * mask[..., None]).sum(1), dim=-1)  # that of the mean
+        return normalize((states * mask[..., None]).sum(1), dim=-1)  # the direction of the mean
 
     return encoder.run(rows, direction, 0, "right").numpy()
 

@@ -231,7 +231,7 @@ WRONG = {
     ),
     "calls of its own form": (
         KNOWING.replace("<tool_call>", "CALL").replace("</tool_call>", "END"),
-        "writes calls of tools in a form of its own.* add response_template to",
+        "writes tool calls in another form.* add response_template to",
     ),
 }
 

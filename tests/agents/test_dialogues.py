@@ -158,7 +158,7 @@ def test_each_environment_has_a_row_of_its_own(config):
     [
         ("raises", "raised", "OSError: no desk is free"),
         ("hangs", "timeout", "reset did not return within task.tool_deadline = 0.5 s"),
-        ("differs", "raised", "for the same row, but the samples of a prompt must begin alike"),
+        ("differs", "raised", "the samples of a prompt must have the same beginning"),
         ("long", "raised", "context has room for 3096; lower sampling.max_tokens"),
     ],
 )

@@ -134,7 +134,7 @@ def test_log_probs_that_depend_on_the_batch_are_refused(tiny_model, broken, monk
     if broken is None:
         check_lengths(policy, prompts, 20, samples=True)
         return
-    alone = r"nats a token from those of each sequence alone"
+    alone = r"nats a token from each sequence alone"
     with pytest.raises(ValueError, match=rf"{alone}.*set policy\.share_prompt=false"):
         check_lengths(policy, prompts, 20, samples=True)
     policy.share_prompt = False

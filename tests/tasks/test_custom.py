@@ -183,7 +183,9 @@ def test_a_function_that_needs_another_column_is_told_before_anything_starts(cus
         "def f(prompts, completions, solution, weight=1, *, answer, **columns):\n    return [0.0]"
     )
     (tmp_path / "needs.py").write_text(code)
-    told = r"f needs 'solution', which is not a column of task.data; beside prompt .*: .*answer"
+    told = (
+        r"f needs 'solution', which is not a column of task.data; the columns are prompt, .*answer"
+    )
     with pytest.raises(ValueError, match=told):
         custom(reward=f"{tmp_path}/needs.py:f").prompts()
 

@@ -94,7 +94,7 @@ class JudgeModel:
         check_files(self._class, self.name, self.key)
 
     def load(self, device: str) -> None:
-        """Load the weights to a device, or reuse those of another judge in this process."""
+        """Load the weights to a device, or share what another judge in this process has loaded."""
         is_faster = self.dtype == "auto" and computes_in_bf16(PolicyTable(model=self.name), device)
         dtype = torch.bfloat16 if is_faster or self.dtype == "bf16" else torch.float32
         key = (model_path(self.name, self.key), self.auto, dtype, device)

@@ -28,7 +28,7 @@ COLUMNS = {
     "ess": ("effective share", "{:.1%}"),
     "seconds": ("time (s)", "{:.0f}"),
 }
-"""Heading and format of the columns of a grid's table; without a format, that of the metric."""
+"""Heading and format of the columns of a grid's table; the default format is the metric's."""
 Colours = Mapping[Any, int]
 FEW = 8
 """Maximum number of values for which each value gets a tick on the axis."""
