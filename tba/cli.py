@@ -226,9 +226,7 @@ def evaluate(
 def report_command(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
-    is_watched: Annotated[
-        bool, Option("--watch", help="Rewrite the page until the runs end; it reloads itself.")
-    ] = False,
+    is_watched: Annotated[bool, Option("--watch", help="Rewrite it until the runs end.")] = False,
 ) -> None:
     """Write a report of runs, or of a study: one HTML page that needs no network."""
     from tba.tools.report import report, watch
@@ -357,10 +355,8 @@ def _print_table(name: str, table: type[Table]) -> None:
 
 def _print_key(name: str, required: bool, default: Any, meaning: str) -> None:
     """Print a key as `name = default`, with its meaning below."""
-    value = "(required)"
-    if not required:
-        value = "(none)" if default is None else json.dumps(default)
-    print(f"  {name} = {value}")
+    value = "(none)" if default is None else json.dumps(default)
+    print(f"  {name} = {'(required)' if required else value}")
     print(textwrap.fill(meaning, 96, initial_indent="      ", subsequent_indent="      "))
 
 
@@ -443,9 +439,8 @@ def _refuse_dashes(settings: list[str]) -> None:
         command: Any = get_command(app)
         options = {o for c in command.commands.values() for p in c.params for o in p.opts}
         close = difflib.get_close_matches(given, options, n=1)
-        words = without_table(name, value)
-        hint = words or (f"did you mean {close[0]}?" if close else "--help lists all options")
-        mistakes.append(f"no option {given}; {hint}")
+        hint = f"did you mean {close[0]}?" if close else "--help lists all options"
+        mistakes.append(f"no option {given}; {without_table(name, value) or hint}")
     refuse(mistakes)
 
 

@@ -201,7 +201,7 @@ def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(
 def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model, make_model, tmp_path):
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     folder = tmp_path / "run"
-    wrong = {"policy.model=bundled:arithmetic": "another model"}
+    wrong = {"policy.model=bundled:arithmetic": r"config\.json of policy\.model: changed"}
     wrong |= {"task.size=299": r"task\.size, training prompts: changed since the samples"}
     for setting, told in wrong.items():
         with pytest.raises(ValueError, match=told):

@@ -202,8 +202,7 @@ def _differing(stored: Config, config: Config) -> list[str]:
     there = default | flat(with_defaults(stored).nested())
     here = default | flat(with_defaults(config).nested())
     written = {"run.folder", "run.base"}  # by the run itself
-    if here.get("policy.attention") == "auto":
-        written.add("policy.attention")
+    written |= {key for key, value in here.items() if value == "auto"}
     keys = [key for key in {**there, **here} if key not in written]
     return [
         f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"

@@ -79,7 +79,7 @@ def test_an_evaluation_is_done_as_its_pieces_are(monkeypatch):
     from tba.runtime import pool as module
 
     nothing: Any = SimpleNamespace(version=1)
-    monkeypatch.setattr(module, "pieces", lambda setup: [None] * 5)
+    monkeypatch.setattr(module, "pieces_of", lambda setup: [None] * 5)
     monkeypatch.setattr(module, "join", lambda version, results: Evaluation(version, {}, []))
     own = module.Evaluations(nothing)
     pool = module.Pool(lambda place, newest: (None, None), RuntimeTable(), Calls(1.0))

@@ -253,5 +253,8 @@ def test_the_key_is_in_no_file_of_a_run(server, tiny_model, tmp_path, monkeypatc
     assert set(server.keys) == {f"Bearer {CANARY}"}
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     named = {path.name for path in files if b"JUDGE_KEY" in path.read_bytes()}
-    assert named == {"config.json", "sessions.jsonl"}
+    assert {name.partition(".out.")[0] for name in named} == {
+        *("config.json", "sessions.jsonl"),
+        "events",  # of TensorBoard, with the settings
+    }
     assert [path.name for path in files if CANARY.encode() in path.read_bytes()] == []
