@@ -355,8 +355,8 @@ def _print_table(name: str, table: type[Table]) -> None:
 
 def _print_key(name: str, required: bool, default: Any, meaning: str) -> None:
     """Print a key as `name = default`, with its meaning below."""
-    value = "(none)" if default is None else json.dumps(default)
-    print(f"  {name} = {'(required)' if required else value}")
+    value = "(required)" if required else "(none)" if default is None else json.dumps(default)
+    print(f"  {name} = {value}")
     print(textwrap.fill(meaning, 96, initial_indent="      ", subsequent_indent="      "))
 
 
