@@ -45,9 +45,9 @@ LAGS = Experiment(
 
 
 def draw(lags: Experiment) -> None:
-    """Draw score against lag, each at its best rate, and score against rate at each lag.
+    """Draw score against lag, each at its best settings, and score against rate at each lag.
 
-    Rates that fall to 0 are dotted.
+    Rates that fall to 0 are dotted. What has not run at all lags is left out.
     """
     import matplotlib
 
@@ -55,8 +55,9 @@ def draw(lags: Experiment) -> None:
     from matplotlib import pyplot
 
     conditions = list(lags.conditions)
-    colors = dict(zip(lags.objectives, pyplot.get_cmap("tab20").colors, strict=False))
     cells = {(objective, lag): rows for objective, lag, rows in lags.final()}
+    drawn = [name for name in lags.objectives if all(cells[name, lag] for lag in conditions)]
+    colors = dict(zip(drawn, pyplot.get_cmap("tab20").colors, strict=False))
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for objective, color in colors.items():
         scores = [[row["score"] for row in cells[objective, lag]] for lag in conditions]
@@ -64,7 +65,7 @@ def draw(lags: Experiment) -> None:
         low, high = ([limit(s) for s in scores] for limit in (min, max))
         axis.fill_between(range(len(conditions)), low, high, color=color, alpha=0.1)
     axis.set_xticks(range(len(conditions)), [str(lag) for lag in conditions])
-    axis.set(xlabel="lag (steps)", ylabel="sampled pass@1 at its own best rate")
+    axis.set(xlabel="lag (steps)", ylabel="sampled pass@1 at its own best settings")
     axis.legend(fontsize=8)
     figure.savefig(DOCS / "staleness.png", dpi=130)
     figure, axes = pyplot.subplots(
