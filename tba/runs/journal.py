@@ -192,6 +192,7 @@ class Journal:
                 "columns": json.dumps(row.get("columns", {})),
                 "lag": max(0, lag(step - 1, version)),
             }
+            row.pop("authors", None)
             self._shown.append(row | plain)
 
     def scores(

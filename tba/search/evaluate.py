@@ -123,7 +123,9 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     several = Sampling(settings.samples, settings.temperature, limit, stop=stop)
     greedy = _answer(searcher, name, "greedy", prompts, one, seed)
     sampled = _answer(searcher, name, "sampled", prompts, several, seed)
-    readable = _as_text(searcher.text, stop, name, prompts, greedy)
+    examples = max(0, EXAMPLES - first)
+    shown = prompts[:examples] if keep is None else prompts
+    readable = _as_text(searcher.text, stop, name, shown, greedy)
     if keep is not None:
         keep(readable)
         keep(_as_text(searcher.text, stop, name, prompts, sampled))
@@ -142,7 +144,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
         tables={answers.mode: answers.table for answers in (greedy, sampled)},
         k=settings.k,
         reference=version,
-        examples=readable[: max(0, EXAMPLES - first)],
+        examples=readable[:examples],
         seconds=time.perf_counter() - started,
     )
 
@@ -170,7 +172,7 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
 
 
 def _by_prompt(pieces: Sequence[EvaluatedPiece]) -> list[float | None]:
-    """Return sampled pass@1, or else the reward, of each prompt; None if no answer was scored."""
+    """Return sampled pass@1 of each prompt, or else its reward, None if no answer has one."""
     tables = [piece.tables["sampled"] for piece in pieces]
     undefined = any(np.isnan(table["passed"]).any() for table in tables)
     scores: list[float | None] = []

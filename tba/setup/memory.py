@@ -7,7 +7,7 @@ dry run, `tba plan` and the table in docs/scaling.md use it.
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 from typing import Any
 
@@ -168,6 +168,8 @@ class MemoryEstimate:
     def _with_fitting_budget(self) -> "MemoryEstimate":
         """Return the estimate with the largest token budget that fits all GPUs, or the smallest.
 
+        Searchers' GPUs that the smallest one would not fit do not count: vLLM's share fills them.
+
         It is `PASS_TOKENS` if a step has no more, else a number of whole groups up to that, or one
         group, or a group's prompt with some of its responses, all of the maximum length. On a CPU
         it is `PASS_TOKENS`, and also on a cluster that the run joins, whose GPUs are not known.
@@ -184,13 +186,17 @@ class MemoryEstimate:
         budgets += [self.prompt + count * response for count in range(t.group_size - 1, 0, -1)]
         if not self.machine.gpus or c.runtime.address is not None:
             budgets = [PASS_TOKENS]
-        for budget in budgets:
-            trainer = t.model_copy(update={"token_budget": budget})
-            tried = replace(self, config=c.model_copy(update={"trainer": trainer}))
-            cards = [n for card, n in tried.needed().items() if card is not None]
-            if max(cards, default=0.0) <= USED * self.machine.card:
-                break
-        return tried
+        tried = [
+            replace(self, config=c.model_copy(update={"trainer": t.model_copy(update=budget)}))
+            for budget in ({"token_budget": tokens} for tokens in budgets)
+        ]
+        limit = USED * self.machine.card
+        full = {card for card, n in tried[-1].needed().items() if n > limit}
+        ignored = full - {p.card for p in self.processes if p.name != "searcher"} | {None}
+        for estimate in tried:
+            if all(n <= limit for card, n in estimate.needed().items() if card not in ignored):
+                return estimate
+        return tried[-1]
 
     @property
     def each(self) -> int:
@@ -326,7 +332,6 @@ class MemoryEstimate:
 
     def _beside(self) -> dict[str, float]:
         """Return the memory of a searcher in addition to its engine: the reference, and judges."""
-        from transformers import AutoModel
 
         c = self.config
         z = self.sizes
@@ -338,11 +343,7 @@ class MemoryEstimate:
             tokens = c.trainer.pass_tokens
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
-        others = 0  # parameters of models without a head
-        for model in _models_of(c.task.model_dump()):
-            with torch.device("meta"):
-                empty = AutoModel.from_config(load_config(PolicyTable(model=model)))
-            others += sum(p.numel() for p in empty.parameters())
+        others = sum(map(_parameters, _models_of(c.task.model_dump())))
         parts["models of the task"] = (2 if self.bf16 else 4) * others
         return parts
 
@@ -431,3 +432,13 @@ def _models_of(table: Any) -> set[str]:
         return set()
     named = {table.get(key) for key in MODELS.get(str(table.get("use")), ())}
     return {name for name in named if name}.union(*map(_models_of, table.values()))
+
+
+@cache
+def _parameters(model: str) -> int:
+    """Return the number of parameters of a model without a head."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        empty = AutoModel.from_config(load_config(PolicyTable(model=model)))
+    return sum(p.numel() for p in empty.parameters())

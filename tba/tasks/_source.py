@@ -208,7 +208,9 @@ def _bytes(file: Path) -> str:
 @cache
 def _is_of_packages(folder: Path) -> bool:
     """Return whether pip installs into a folder: `site-packages`, or a `--target`."""
-    return any(folder.glob("*.dist-info"))
+    if str(folder) in sys.path and folder != Path.cwd():
+        return any(folder.glob("*.dist-info"))
+    return folder.name in ("site-packages", "dist-packages")
 
 
 def _content(file: Path) -> Any:

@@ -149,6 +149,8 @@ def test_an_automatic_token_budget_holds_whole_groups(tiny_model):
     assert budget(tiny_model, *step, "sampling.max_tokens=3000") == 100 + 8 * 3000
     assert budget(tiny_model, *groups, "trainer.batch_size=32") == 16_384  # a step has less
     assert budget(tiny_model, *step, "trainer.devices=4", gpus="5x80") == 16_384  # 25 each
+    # vLLM's share leaves nothing on the searcher's GPU, which no budget changes
+    assert budget(tiny_model, *step, "engine.gpu_memory_utilization=0.95", gpus="2x80") == 32 * 500
 
 
 def test_an_automatic_token_budget_falls_until_it_fits_the_gpus(qwen):

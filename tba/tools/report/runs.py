@@ -238,10 +238,12 @@ class Record:
 
     def evaluated(self) -> Evaluated:
         """Return what a comparison needs."""
-        settings = {k: v for k, v in self.settings.items() if k not in ("run.seed", "run.folder")}
+        folder = self.config["run"]["folder"]  # data from Python are in a file there
+        left_out = ("run.seed", "trainer.token_budget")
+        settings = {k: v for k, v in self.settings.items() if k not in left_out and folder not in v}
+        task = {k: v for k, v in self.config["task"].items() if folder not in str(v)}
         table = self.evaluations.set_index("step")
-        by_prompt = read_by_prompt(self.path)
-        return Evaluated(self.name, self.config["task"], json.dumps(settings), table, by_prompt)
+        return Evaluated(self.name, task, json.dumps(settings), table, read_by_prompt(self.path))
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after training; `measures` names the score of each subset."""
