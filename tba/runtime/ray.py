@@ -322,9 +322,8 @@ class RaySearchers:
             # an error in code or settings: another searcher would raise it too
             raise SearchError(f"a searcher failed in `{task.kind}`:\n{error}") from error
         except RayError as error:
-            why = "died"
-            if isinstance(error, OutOfMemoryError):
-                why = "died (Ray ended it, because this machine's memory is full)"
+            is_full = isinstance(error, OutOfMemoryError)
+            why = "died" + " (Ray ended it, because this machine's memory is full)" * is_full
             if isinstance(error, ActorDiedError) and error.actor_init_failed:
                 why = f"could not start: {error}"
                 if not self._pool.worked:
@@ -355,6 +354,7 @@ class RaySearchers:
             if handle not in self._pool.handles:  # it was lost with its machine
                 return
             if not lost:
+                handle.begin(self._settings.concurrent_searches)  # its start may just have ended
                 searching = [p for t in handle.tasks if t.began is not None for p in t.prompts]
                 self._stats.counts["searchers/quarantined"] += self._stream.died(searching)
             if self._pool.restarts_left == 0:
