@@ -122,7 +122,7 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"tool_choice": "required", "tools": [DOUBLE]}, "tool_choice = 'required'"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"temperature": 0.3}, "temperature = 0.3 differs from the config"),
-        ({"tools": [{"type": "file_search"}]}, "a tool is no function"),
+        ({"tools": [{"type": "file_search"}]}, "each tool must be a function"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["x", ""]}, "stop"),
         ({"min_tokens": 5}, "min_tokens = 5"),
