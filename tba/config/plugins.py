@@ -310,9 +310,8 @@ def mistakes_in(
     """Return the mistakes in tables: these errors, and others that do not depend on wrong keys."""
     told = [_explained(model, each) for each in errors]
     wrong = [each["loc"][:2] for each in errors]
-    if (
-        not issubclass(model, ConfigTables) or () in wrong
-    ):  # () is the place of keys that contradict each other
+    # () is the place of keys that contradict each other
+    if not issubclass(model, ConfigTables) or () in wrong:
         return told
     rest = {name: table for name, table in plain.items() if (name,) not in wrong}
     for name, table in rest.items():
