@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache, partial
+from glob import glob
 from hashlib import file_digest, sha256
 from importlib.util import find_spec
 from itertools import accumulate, product
@@ -195,9 +196,13 @@ def _of_file(name: str, file: Path) -> Any:
 
 
 def _files(model: Path) -> list[Path]:
-    """Return the files in a model's folder, except hidden ones, caches of Python and pages."""
-    found = (p for p in sorted(model.rglob("*")) if p.suffix not in (".md", ".pyc") and p.is_file())
-    return [p for p in found if not any(n[0] == "." for n in p.relative_to(model).parts)]
+    """Return the files in a model's folder, except hidden ones, caches of Python and pages.
+
+    Also those behind links to folders, which `Path.rglob` does not follow.
+    """
+    names = sorted(glob("**", root_dir=model, recursive=True))  # noqa: PTH207
+    found = (model / name for name in names)
+    return [path for path in found if path.suffix not in (".md", ".pyc") and path.is_file()]
 
 
 def _bytes(file: Path) -> str:

@@ -22,7 +22,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 UNBRACED = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$].*?)\.?\s*(?:\$|\\[\])]|\n|\Z)")
 """A box without braces, up to the end of the formula, as in some solutions of MATH."""
 DECIMAL = re.compile(r"(?<![\d.\\])(\d*)\.(\d+)(?![\d.i])")
-REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*\{?(\d+)\}?|\((\d+)\))")
 TEXT = re.compile(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}")
 WORDS = re.compile(TEXT.pattern + r"(?:\s*\^\s*\{?[+-]?\d+\}?)?")
 """A unit, optionally with a power, or other words."""
@@ -59,6 +59,8 @@ NOTATIONS = tuple(
         (r"≤|<=", r"\\le "),
         (r"·", r"\\cdot "),
         (r"\*\*", "^"),
+        (r"^([-+]?[\d.]+\s*[-+]\s*[\d.]*)j$", r"\1i"),
+        (r"\bC\((\d+),\s*(\d+)\)|\{\}_\{?(\d+)\}?C_\{?(\d+)\}?", r"\\binom{\1\3}{\2\4}"),
         (r"\+/?-", r"\\pm "),
         (r"\.{3}|…", r"\\ldots "),
         (r"(?<=\d)\s*['′]\s*(?=\d\d?(?!\d))", r"\\text{ ft }"),
@@ -205,9 +207,10 @@ def _fraction(decimal: re.Match[str]) -> str:
 
 def _repeated(decimal: re.Match[str]) -> str:
     """Return a repeating decimal as a fraction in LaTeX."""
-    start = "".join(decimal.groups()[:2])
-    value = int(start + decimal[3]) - int(start or 0)
-    return f"\\frac{{{value}}}{{{'9' * len(decimal[3])}{'0' * len(decimal[2])}}}"
+    whole, start, *repeated = decimal.groups()
+    period = repeated[0] or repeated[1]
+    value = int(whole + start + period) - int(whole + start or 0)
+    return f"\\frac{{{value}}}{{{'9' * len(period)}{'0' * len(start)}}}"
 
 
 @cache

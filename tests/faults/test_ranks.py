@@ -161,7 +161,8 @@ HANGS = {"stop": 2.0, "sleep": 2.0, "raise": -4.0}
 def test_a_rank_that_stops_sleeps_or_raises_is_ended_at_the_deadline(case, tiny_model, watch):
     fault = list(HANGS)[case.index % len(HANGS)]
     moment = case.pick(["forward", "backward", "optimizer"])
-    rank, deadline = int(case.rng.integers(2)), 6.0
+    rank = int(case.rng.integers(2))
+    deadline = 15.0  # also of the first groups, while searchers still load their models
     faults = f"objective.faults={moment} {fault} {rank} 6"
     with case.attempt(), nothing_is_left() as processes:
         run(config(tiny_model, watch, faults, f"trainer.deadline={deadline}"))

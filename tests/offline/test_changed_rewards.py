@@ -189,6 +189,17 @@ def test_the_files_of_a_model_count_wherever_they_are_in_its_folder(user, config
         rewrite(user / "judge" / name, "3", "2")
 
 
+def test_a_model_in_a_linked_folder_counts(user):
+    (user / "judge").mkdir()
+    (user / "weights").mkdir()
+    (user / "judge/config.json").write_text("{}")
+    (user / "weights/model.safetensors").write_text("1")
+    (user / "judge/main").symlink_to(user / "weights")
+    before = source(reward={"use": "classifier", "model": "judge"})
+    rewrite(user / "weights/model.safetensors", "1", "2")
+    assert source(reward={"use": "classifier", "model": "judge"}) != before
+
+
 def test_a_text_without_a_name_is_no_folder(user):
     table = {"use": "reward.py:make", "eos": ""}
     (user / "config.json").write_text("{}")
