@@ -16,7 +16,7 @@ and writes each column before the answer, with a carry of 0 where carries are dr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,14 +76,13 @@ def demonstration(rng: np.random.Generator, dropped: float, written: bool) -> tu
 
 
 def batch(
-    rng: np.random.Generator, size: int, dropped: float, written: bool, vocabulary: Sequence[str]
+    demonstrations: Sequence[tuple[str, str]], vocabulary: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and labels, both of shape (size, the longest); only answers are labelled."""
     ids = {character: i for i, character in enumerate(vocabulary)}
     tokens = []
     labels = []
-    for _ in range(size):
-        prompt, answer = demonstration(rng, dropped, written)
+    for prompt, answer in demonstrations:
         sequence = torch.tensor([ids[c] for c in prompt + answer] + [ids["<eos>"]])
         tokens.append(sequence)
         labels.append(sequence.clone())
@@ -109,6 +108,30 @@ def new_model(vocabulary: Sequence[str]) -> LlamaForCausalLM:
     )
 
 
+def train(
+    model: LlamaForCausalLM,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    steps: int,
+    rate: float,
+    autocast: bool = False,
+) -> None:
+    """Train a model on batches of tokens and labels; `autocast`: in bf16."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.05
+    )
+    for step, (tokens, labels) in enumerate(batches):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -127,23 +150,14 @@ def main() -> None:
     torch.manual_seed(options.seed)
     rng = np.random.default_rng(options.seed)
     model = new_model(vocabulary)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.steps, pct_start=0.05
-    )
-    for step in range(options.steps):
-        dropped = 0.0 if step < options.right else options.dropped
-        tokens, labels = batch(rng, options.batch, dropped, options.working, vocabulary)
-        loss = model(input_ids=tokens, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0 or step == options.steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for step in range(options.steps):
+            dropped = 0.0 if step < options.right else options.dropped
+            shown = [demonstration(rng, dropped, options.working) for _ in range(options.batch)]
+            yield batch(shown, vocabulary)
+
+    train(model, batches(), options.steps, options.lr)
     model.save_pretrained(options.out)
     tokenizer(vocabulary).save_pretrained(options.out)
 

@@ -11,13 +11,13 @@ on two cores.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from scripts.train_arithmetic_model import VOCABULARY, new_model, tokenizer
+from scripts.train_arithmetic_model import VOCABULARY, batch, new_model, tokenizer, train
 from studies.coverage.pairs import SUMS, is_held_out
 
 STEPS = 500
@@ -41,37 +41,17 @@ def pair(rng: np.random.Generator, n: int, may_be_wrong: bool) -> str:
     return f"{a}+{min(max(b, 10), 99)}"
 
 
-def batch(rng: np.random.Generator, may_be_wrong: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels; only answers are labelled."""
-    tokens = []
-    labels = []
-    for n in rng.choice(TRAINED, SIZE).tolist():
-        text = f"{n}=" + pair(rng, n, may_be_wrong)
-        tokens.append(torch.tensor([*map(VOCABULARY.index, text), VOCABULARY.index("<eos>")]))
-        labels.append(tokens[-1].clone())
-        labels[-1][: text.index("=") + 1] = -100
-    return pad_sequence(tokens, True), pad_sequence(labels, True, -100)
+def batches(rng: np.random.Generator) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(STEPS):
+        sums = rng.choice(TRAINED, SIZE).tolist()
+        yield batch([(f"{n}=", pair(rng, n, may_be_wrong=step >= RIGHT)) for n in sums], VOCABULARY)
 
 
 def main(out: Path) -> None:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     model = new_model(VOCABULARY)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, RATE, total_steps=STEPS, pct_start=0.05
-    )
-    for step in range(STEPS):
-        tokens, labels = batch(rng, may_be_wrong=step >= RIGHT)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=tokens, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0 or step == STEPS - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+    train(model, batches(rng), STEPS, RATE, autocast=True)
     model.save_pretrained(out)
     tokenizer(VOCABULARY).save_pretrained(out)
 

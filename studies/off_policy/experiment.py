@@ -6,7 +6,8 @@ Stages:
    length. Where the best one is at the edge of those tried, the next one is tried too, at most
    `wider` times.
 2. schedules: the best two rates of each again, with linear decay. Here, too, a best one at the edge
-   of those tried is followed by the next: with decay, higher rates are best.
+   of those tried is followed by the next: with decay, higher rates are best. An experiment with one
+   schedule has no such stage.
 3. betas: the best of each that has a beta, again with other betas; where another is best, the rates
    next to its own follow with that beta, and the other schedule.
 4. table: the best settings of each, with other seeds, and prompts that the search has not seen.
@@ -88,7 +89,8 @@ class Experiment:
     rates: Sequence[float] = RATES
     search_seeds: Sequence[int] = (100, 101)
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
-    schedules: bool = True
+    schedules: Sequence[str] = ("constant", "linear")
+    """The first is tried at all rates, others at the best two."""
     betas: Sequence[float] = ()
     """Betas that are tried of objectives whose settings have one."""
     wider: int = 2
@@ -111,13 +113,15 @@ class Experiment:
 
     def carry_out(self) -> None:
         """Run what the rows lack of all stages."""
-        rates = [Setting(*cell, rate) for cell in self.cells() for rate in self.rates]
+        first, *others = self.schedules
+        rates = [Setting(*cell, rate, first) for cell in self.cells() for rate in self.rates]
         tried = self.search("rates", rates)
-        if self.schedules:
+        if others:
             second = [
-                replace(setting, schedule="linear")
+                replace(setting, schedule=schedule)
                 for cell in self.cells()
                 for setting in self.ranked(tried, *cell)[:2]
+                for schedule in others
             ]
             tried += self.search("schedules", second)
         tried += self.by_turns(tried)
@@ -136,7 +140,7 @@ class Experiment:
             for setting in better
             if setting.beta is not None
             for rate in (*beside(setting.rate, SERIES), setting.rate)
-            for schedule in ("constant", "linear")
+            for schedule in self.schedules
         ]
         near = [setting for setting in near if setting not in better]
         return rows + self.search("betas", near, "rate", [*known, *rows])
@@ -331,13 +335,13 @@ class Experiment:
         tuned = with_beta if self.betas else 0
         tried = {
             "for rates": number * len(self.rates),
-            "for schedules": number * 2 if self.schedules else 0,
-            "for betas": tuned * (len(self.betas) + 5),
+            "for schedules": number * 2 * (len(self.schedules) - 1),
+            "for betas": tuned * (len(self.betas) + 3 * len(self.schedules) - 1),
         }
         runs = {stage: n * len(self.search_seeds) for stage, n in tried.items() if n}
         runs["for the table"] = number * len(self.seeds)
         total = sum(runs.values())
-        grids = number * (1 + self.schedules) + 2 * tuned
+        grids = number * len(self.schedules) + 2 * tuned
         most = total + grids * self.wider * len(self.search_seeds)
         hours, longest = (n * self.seconds / CORES / 3600 for n in (total, most))
         stages = ", ".join(f"{n} {stage}" for stage, n in runs.items())

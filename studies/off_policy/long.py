@@ -39,7 +39,9 @@ PARAMETERS = 0.86e6
 SCORES = (0.7, 0.8, 0.9)
 """Scores until which the responses of `replay` are counted."""
 
-brief = partial(Experiment, rates=MIDDLE, search_seeds=(100,), seeds=(0, 1, 2), schedules=False)
+brief = partial(
+    Experiment, rates=MIDDLE, search_seeds=(100,), seeds=(0, 1, 2), schedules=("constant",)
+)
 """An experiment with three rates, one seed to search with, and three for the table."""
 
 
@@ -173,7 +175,7 @@ REAL = Experiment(
     rates=(3e-6, 1e-5, 3e-5),
     search_seeds=(0,),
     seeds=(2, 3),
-    schedules=False,
+    schedules=("constant",),
     wider=1,
 )
 MIXED = {**OBJECTIVES["tb"], "strategy.use": "mixture", "strategy.recent": 0.5}
@@ -210,7 +212,7 @@ SELECTION = Experiment(
     seconds=14,
     rates=MIDDLE,
     search_seeds=(100, 101),
-    schedules=False,
+    schedules=("constant",),
 )
 """Each sum is used about six times."""
 EXPERIMENTS = {

@@ -118,17 +118,23 @@ def _passes(lengths: Int[np.ndarray, " N"]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Rows for one pass, each a prompt and all of its responses, on the CPU."""
+class Rows:
+    """Rows for one pass, on the CPU."""
 
-    ids: Int[Tensor, "B L"]
-    owner: Int[Tensor, "B L"]
-    """Response that a token belongs to; EVERYONE for the prompt, NOBODY for padding."""
-    position: Int[Tensor, "B L"]
+    ids: Int[Tensor, "N L"]
     predicting: Int[Tensor, "2 M"]
     """Row and column of the state that predicts each response token that was sampled."""
     places: Int[Tensor, " M"]
     """Places of the predicted tokens among all B K T."""
+
+
+@dataclass(frozen=True)
+class Packed(Rows):
+    """A row for each prompt, with all of its responses."""
+
+    owner: Int[Tensor, "N L"]
+    """Response that a token belongs to; EVERYONE for the prompt, NOBODY for padding."""
+    position: Int[Tensor, "N L"]
 
 
 def pack(batch: TokenBatch) -> Packed:
@@ -155,19 +161,14 @@ def pack(batch: TokenBatch) -> Packed:
     )
     k, t = batch.tokens.shape[1:]
     places = torch.cat([(first * k + of) * t, (row * k + sample) * t + offset + 1])
-    return Packed(ids, owner, position, predicting, places)
+    return Packed(ids, predicting, places, owner, position)
 
 
 @dataclass(frozen=True)
-class Contexts:
-    """Rows for one pass, on the CPU: the B prompts alone, then each context of each response."""
+class Contexts(Rows):
+    """A row for each of the B prompts alone, then one for each context of each response."""
 
-    ids: Int[Tensor, "N L"]
     real: Bool[Tensor, "N L"]
-    predicting: Int[Tensor, "2 M"]
-    """Row and column of the state that predicts each response token that was sampled."""
-    places: Int[Tensor, " M"]
-    """Places of the predicted tokens among all B K T."""
 
 
 def cut(batch: TokenBatch) -> Contexts:
@@ -203,4 +204,5 @@ def cut(batch: TokenBatch) -> Contexts:
         ids[number, : len(row)] = row
         real[number, : len(row)] = True
     row, column = torch.cat(predicting, 1)
-    return Contexts(ids, real, torch.stack([row + len(batch), column]), torch.cat(places))
+    predicted_by = torch.stack([row + len(batch), column])
+    return Contexts(ids, predicted_by, torch.cat(places), real)

@@ -186,17 +186,17 @@ class MemoryEstimate:
         budgets += [self.prompt + count * response for count in range(t.group_size - 1, 0, -1)]
         if not self.machine.gpus or c.runtime.address is not None:
             budgets = [PASS_TOKENS]
-        tried = [
-            replace(self, config=c.model_copy(update={"trainer": t.model_copy(update=budget)}))
-            for budget in ({"token_budget": tokens} for tokens in budgets)
-        ]
+        trainers = [t.model_copy(update={"token_budget": budget}) for budget in budgets]
+        *larger, smallest = (
+            replace(self, config=c.model_copy(update={"trainer": trainer})) for trainer in trainers
+        )
         limit = USED * self.machine.card
-        full = {card for card, n in tried[-1].needed().items() if n > limit}
+        full = {card for card, n in smallest.needed().items() if n > limit}
         ignored = full - {p.card for p in self.processes if p.name != "searcher"} | {None}
-        for estimate in tried:
+        for estimate in larger:
             if all(n <= limit for card, n in estimate.needed().items() if card not in ignored):
                 return estimate
-        return tried[-1]
+        return smallest
 
     @property
     def each(self) -> int:
@@ -332,7 +332,6 @@ class MemoryEstimate:
 
     def _beside(self) -> dict[str, float]:
         """Return the memory of a searcher in addition to its engine: the reference, and judges."""
-
         c = self.config
         z = self.sizes
         parts: dict[str, float] = {}

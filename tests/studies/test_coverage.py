@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from studies.coverage import measure
 from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
-from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting
+from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting, key_of
 from tba.config.plugins import resolve_all
 from tba.prompt import Answer, Prompt
 from tba.tools.study import read_study
@@ -106,7 +106,7 @@ def test_every_setting_is_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     every = [Setting(*cell, 1e-4, "linear") for cell in COVERAGE.cells()]
     file = tmp_path / "study.toml"
-    file.write_text(COVERAGE.text("search", tmp_path, every, COVERAGE.search_seeds))
+    file.write_text(COVERAGE.text("rates", tmp_path, every, COVERAGE.search_seeds))
     study = read_study(file)
     assert len(study.trials) == len(every) and study.table.keep_checkpoints
     for trial in study.trials[::7]:
@@ -122,7 +122,8 @@ class Known(Coverage):
     def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
         rows = []
         for setting in settings:
-            beta = float(setting.objective.rpartition(" ")[2]) if "beta" in setting.objective else 1
+            has_beta = "objective.beta" in self.objectives[setting.objective]
+            beta = self.beta_of(setting) if has_beta else 1
             off = abs(log(setting.rate / (3e-4 if beta < 0.1 else 1e-4)))
             numbers = {
                 "pass": 0.9 - 0.01 * off - 0.1 * abs(log(beta / 0.03)),
@@ -142,25 +143,48 @@ class Known(Coverage):
 
 def test_the_search_is_by_turns_and_once_for_each_number(tmp_path):
     """First rates, then betas at the best of them, then rates with the best beta."""
-    one = replace(COVERAGE, conditions={0: {}}, searched={
-        name: COVERAGE.searched[name] for name in ("tb reward", "raft")
-    })  # fmt: skip
+    objectives = {name: COVERAGE.objectives[name] for name in ("tb reward", "raft")}
+    one = replace(COVERAGE, conditions={0: {}}, objectives=objectives)
     study = Known(**{**vars(one), "folder": tmp_path})
     study.carry_out()
     rows = study.known()
-    tables = {(r["objective"], r["rate"]) for r in rows if r["stage"] == "table"}
+    tables = {(r["objective"], r["beta"], r["rate"]) for r in rows if r["stage"] == "table"}
     assert tables == {
-        ("tb reward, beta 0.03", 3e-4), ("tb reward, beta 0.3", 1e-4), ("raft", 1e-4),
+        ("tb reward", 0.03, 3e-4), ("tb reward", 0.3, 1e-4), ("raft", None, 1e-4),
     }  # fmt: skip
     seeds = {r["seed"] for r in rows if r["stage"] == "table"}
-    assert seeds == {0, 1, 2} and {r["seed"] for r in rows if r["stage"] == "search"} == {100}
-    tried = {r["rate"] for r in rows if r["objective"] == "tb reward, beta 0.03"} - {3e-4, 1e-4}
+    assert seeds == {0, 1, 2} and {r["seed"] for r in rows if r["stage"] != "table"} == {100}
+    assert {r["schedule"] for r in rows} == {"linear"}
+    tried = {r["rate"] for r in rows if r["beta"] == 0.03} - {3e-4, 1e-4}
     assert {1e-3, 3e-5} & tried
     assert "0.900 ± 0.000 / 0.50 / 9.0 / 0.10<br><small>beta 0.03 0.0003</small>" in study.tables()
     kept = study.rows.read_text()
     study.carry_out()  # nothing is run again
     assert study.rows.read_text() == kept
     assert set(FOUND_BY) <= rows[0].keys()
+
+
+def test_the_study_continues_from_the_rows_that_are_kept(tmp_path):
+    """None of its runs is made again."""
+    kept = COVERAGE.known()
+    has = {(row["stage"], key_of(row), row["seed"]) for row in kept}
+    (tmp_path / COVERAGE.rows.name).write_text(COVERAGE.rows.read_text())
+    asked = []
+
+    class Recorded(Known):
+        def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
+            asked.extend((stage, key_of(vars(s)), seed) for s in settings for seed in seeds)
+            return super().made(stage, settings, seeds)
+
+    objectives = {name: COVERAGE.objectives[name] for name in {r["objective"] for r in kept}}
+    conditions = {lag: COVERAGE.conditions[lag] for lag in {row["condition"] for row in kept}}
+    one = replace(COVERAGE, objectives=objectives, conditions=conditions)
+    study = Recorded(**{**vars(one), "folder": tmp_path})
+    study.carry_out()
+    assert asked and not has & {*asked}
+    assert len(kept) > 20 and study.known()[: len(kept)] == kept
+    raft = {(stage, key[1], seed) for stage, key, seed in asked if key[0] == "raft"}
+    assert not any(stage == "rates" for stage, _, _ in raft)
 
 
 @pytest.mark.slow
