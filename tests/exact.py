@@ -48,7 +48,8 @@ def toy_config(model: Path, folder: Path, *settings: str) -> Config:
         f"policy.model={model}", f"run.folder={folder}", "run.steps=250", "runtime.use=local",
         "runtime.prompts_per_task=3", "task=toy.Toy", f"sampling.max_tokens={MAX_TOKENS}",
         "sampling.samples=64", "trainer.batch_size=192", "trainer.group_size=64",
-        "trainer.learning_rate=2e-3", "trainer.schedule=linear", "eval.prompts=0",
+        "trainer.learning_rate=2e-3", "trainer.schedule=linear", "trainer.warmup_steps=0",
+        "eval.prompts=0",
         "checkpoint.every=0", "log.console=off", "reward.isolate=none", "log.tensorboard=false",
     ]  # fmt: skip
     return load(None, [*own, *settings])

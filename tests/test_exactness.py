@@ -58,9 +58,12 @@ def test_local_with_data_eight_and_more_versions_old(shallow_toy_model, tmp_path
     assert min(r["off_policy/lag_mean"] for r in rows[20:]) >= 8
 
 
-def test_exploration_at_random_temperatures_and_a_tempered_target(shallow_toy_model, tmp_path):
+def test_exploration_at_random_temperatures_and_a_tempered_target(
+    shallow_toy_model, tmp_path, monkeypatch
+):
     """All searches explore; the target is (ref^(1 / gamma) exp(r / beta))^(1 / tau) / Z."""
-    explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=1.0")
+    monkeypatch.setattr("tba.search.searcher.EXPLORING", 1.0)
+    explore = ("sampling.explore=[0.5, 2.0]",)
     tempered = ("objective.gamma=2.0", "objective.tau={start=2.0, end=1.25, steps=80}")
     settings = (*explore, *tempered, "run.steps=200")
     config = by_tb(shallow_toy_model, tmp_path / "run", *settings)

@@ -32,13 +32,14 @@ class Ones(Task):
     """Sums of which an answer is right if it has a 1 in it, as those of a random model often do."""
 
     size: int = 300
+    held_out_size: int = 20
     pass_reward: float = 1.0
 
     def prompts(self) -> Sequence[Prompt]:
         return [Prompt(f"{i}+1", f"{i}+1=", {"index": i}) for i in range(self.size)]
 
     def held_out(self) -> Sequence[Prompt]:
-        return [Prompt(f"{i}+2", f"{i}+2=", {"index": i}) for i in range(20)]
+        return [Prompt(f"{i}+2", f"{i}+2=", {"index": i}) for i in range(self.held_out_size)]
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         return [float("1" in a.text) for a in answers]

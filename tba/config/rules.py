@@ -30,8 +30,8 @@ def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
         yield attrgetter(name)(c) < k, f"trainer.group_size = {k}", f"{name}={k} or more"
     decay = t.decay(steps)
     decays = t.schedule == "warmup_stable_decay" and epochs is None
-    both = f"trainer.warmup_steps = {t.warmup_steps} with decay_steps = {decay}"
-    least = t.warmup_steps + decay
+    both = f"trainer.warmup_steps = {t.warmup(steps)} with decay_steps = {decay}"
+    least = t.warmup(steps) + decay
     yield decays and least > steps, both, f"run.steps={least} or more"
     if not c.run.base:  # a resumed run keeps settings without effect
         for name in (
@@ -39,7 +39,7 @@ def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
             "runtime.publish_every",
             "policy.reset_reference_every",
         ):
-            number = attrgetter(name)(c)
+            number = attrgetter(name)(c) or 0
             least = number + ("warmup" in name)  # a step after the warm-up
             late = epochs is None and least > steps
             yield late, f"{name} = {number}", f"run.steps={least} or more"

@@ -28,12 +28,6 @@ from tba.config.tables import PLUGGED, ConfigTables, Table
 DEFAULT = Path(__file__).parent / "default.toml"  # three-digit addition on the CPU
 NAMES_PLUGIN = {f"{table}.use" for table in PLUGGED}  # the keys that name a plug-in
 
-LIMITS = {
-    ("trainer", "warmup_steps"): ("run", "steps", 1),
-    ("eval", "prompts"): ("task", "held_out_size", 0),
-}
-"""Settings of the default config with their upper limits: another setting, less a number."""
-
 
 def check_docstrings() -> None:
     """Raise ValueError if Python strips docstrings."""
@@ -172,11 +166,9 @@ def load(
     def override() -> None:
         override_all(plain, overrides)
         given = {setting.partition("=")[0].strip() for setting in overrides}
-        # sizes of the default config follow the steps and rows that are set
-        for (table, name), (other, size, less) in LIMITS.items() if path == DEFAULT else ():
-            most = plain[other].get(size)
-            if f"{table}.{name}" not in given and isinstance(most, int):
-                plain[table][name] = max(0, min(plain[table][name], most - less))
+        held_out = plain.get("task", {}).get("held_out_size")
+        if path == DEFAULT and "eval.prompts" not in given and isinstance(held_out, int):
+            plain["eval"]["prompts"] = min(plain["eval"]["prompts"], held_out)
 
     config: Config
     _, config = together(override, lambda: Config(**plain))  # with the mistakes of both

@@ -187,9 +187,9 @@ class SamplingTable(Table):
     stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
     explore: Range | None = key(
         None,
-        "range from which a search task draws its temperature; log-probs stay at `temperature`",
+        "range from which half of the search tasks draw their temperature; log-probs stay at"
+        " `temperature`",
     )
-    explore_share: PositiveShare = key(0.5, "share of the search tasks that draw their temperature")
 
     @field_validator("truncated", mode="before")
     @classmethod
@@ -225,7 +225,11 @@ class TrainerTable(Table):
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = key(
         "constant", "learning rate schedule over run.steps"
     )
-    warmup_steps: Count = key(0, "steps of linear warm-up from 0; applies to every schedule")
+    warmup_steps: Count | None = key(
+        None,
+        "steps of linear warm-up from 0, in every schedule; default: 10, or a tenth of run.steps if"
+        " that is less",
+    )
     decay_steps: Count = key(0, "final steps of warmup_stable_decay; 0: a tenth of run.steps")
     betas: Betas = key((0.9, 0.999), "betas of AdamW")
     weight_decay: NotNegative = key(0.0, "weight decay of AdamW")
@@ -274,6 +278,10 @@ class TrainerTable(Table):
     def pass_tokens(self) -> int:
         """Tokens per pass: `token_budget`, for which a run's setup has put a number."""
         return PASS_TOKENS if self.token_budget == "auto" else self.token_budget
+
+    def warmup(self, steps: int) -> int:
+        """Return the number of warm-up steps in a run of `steps` steps."""
+        return min(10, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def decay(self, steps: int) -> int:
         """Return the number of final steps of `warmup_stable_decay` in a run of `steps` steps."""
@@ -368,7 +376,6 @@ class RewardTable(Table):
         "seconds per completion for a call of the reward function; a call may take up to a quarter"
         " of runtime.task_deadline",
     )
-    concurrency: Positive = key(8, "groups that an async reward function scores at once")
     max_memory: PositiveFloat = key(
         8.0, "GB that the scoring process may use on top of its loaded models; inf: no limit"
     )
@@ -386,12 +393,13 @@ class EvalSet(PluginTable):
     """An additional evaluation set: the held-out prompts of a task, scored by it."""
 
     use: str = key("", "task of the set; default: the run's task, with the options given here")
-    prompts: Positive | None = key(None, "number of held-out prompts; default: eval.prompts")
 
 
 class EvalTable(Table):
     every: Count = key(50, "evaluate every N steps; 0: only before and after training")
-    prompts: Count = key(128, "number of held-out prompts; default: all, at most 128; 0: none")
+    prompts: Count = key(
+        128, "number of held-out prompts, of each set; default: all, at most 128; 0: none"
+    )
     samples: Positive = key(4, "answers to sample per prompt, in addition to the greedy one")
     temperature: Finite = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")

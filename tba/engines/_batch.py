@@ -141,8 +141,7 @@ class RunningBatch:
 
         with self._changed:
             if not self._changed.wait_for(over, self._deadline):
-                limit = f"engine.deadline = {self._deadline:g} s"
-                self._fail(TimeoutError(f"no answer within {limit}; raise that setting"))
+                self._fail(TimeoutError(f"no answer within {self._deadline:g} s"))
             failure = self._failure
         if failure is not None:
             raise EngineError(f"vLLM failed: {failure}") from failure

@@ -39,6 +39,8 @@ SUPPORTED = ("0.32", "0.33")
 """Accepted minor versions of vLLM. In 0.26, updates left the heads of tied models wrong."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can allocate memory."""
+DEADLINE = 1800.0
+"""Seconds for any single call, including queueing; `runtime.task_deadline` is usually shorter."""
 ON_GPU = {"max_num_seqs": 512}
 """Options on a GPU."""
 
@@ -83,8 +85,6 @@ class VLLM(Engine):
     """Load newer weights in the middle of responses, which then come from more than one version
     (`samples_switched`). Default with `runtime.use=ray`: true, unless `runtime.lag` is set or the
     objective estimates values by search."""
-    deadline: float = 1800.0
-    """Seconds for any single call, including queueing."""
 
     @classmethod
     def defaults(cls, config: Config) -> Mapping[str, Any]:
@@ -153,7 +153,7 @@ class VLLM(Engine):
         self._engine: Any = None
         self._emptied = False  # asleep, and without weights
         at_once = self.in_flight or lora is not None
-        self._batch = RunningBatch(self._start, self.max_num_seqs, at_once, self.deadline)
+        self._batch = RunningBatch(self._start, self.max_num_seqs, at_once, DEADLINE)
 
     @property
     def version(self) -> int:
@@ -214,9 +214,7 @@ class VLLM(Engine):
             warnings.simplefilter("ignore")  # from vLLM's imports
             from tba.engines import _vllm_api as api
 
-            self._engine = engine = api.SteppedEngine(
-                self._arguments(api), self.device, self.deadline
-            )
+            self._engine = engine = api.SteppedEngine(self._arguments(api), self.device, DEADLINE)
         lora = self.policy.lora
         if lora is not None and lora.start is not None:
             engine.load_adapter(Path(lora.start).expanduser(), version=0)

@@ -145,4 +145,4 @@ def learning_rate(optimizer: Optimizer, settings: TrainerTable, steps: int) -> A
 
     name = "constant_with_warmup" if settings.schedule == "constant" else settings.schedule
     decay = {"num_decay_steps": settings.decay(steps)} if name == "warmup_stable_decay" else None
-    return get_scheduler(name, optimizer, settings.warmup_steps, steps, decay)
+    return get_scheduler(name, optimizer, settings.warmup(steps), steps, decay)

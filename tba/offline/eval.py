@@ -219,7 +219,7 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
     device = device_here()
     bf16 = computes_in_bf16(config.policy, device)
     text = load_text(config.policy).within(config.engine.options.get("max_model_len"))
-    sampling = Sampling(**config.sampling.model_dump(exclude={"explore", "explore_share"}))
+    sampling = Sampling(**config.sampling.model_dump(exclude={"explore"}))
     plugin = resolve("engines", "engine", config.engine.use, config.engine.options)
     engine: Engine = plugin.build(config.policy, text, device, bf16, sampling)
     if run is not None:

@@ -76,11 +76,11 @@ class Warnings:
         if trainer.learning_rate > 1e-2:
             rate = f"trainer.learning_rate = {trainer.learning_rate:g} is high for AdamW"
             signs.append(("rate", f"{rate}, and can damage a pretrained model; set 1e-5 or so"))
-        if not trainer.warmup_steps and self._config.run.steps > 1:
+        if trainer.warmup_steps == 0 and self._config.run.steps > 1:
             text = (
                 "trainer.warmup_steps = 0: the first steps use the full learning rate,"
                 f" {trainer.learning_rate:g}, before AdamW has seen many gradients, and can damage"
-                " a pretrained model; set trainer.warmup_steps=20 or so"
+                " a pretrained model; remove it, for the default of 10 steps"
             )
             signs.append(("warmup", text))
         return self._new(signs)

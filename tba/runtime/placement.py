@@ -120,7 +120,7 @@ def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[
 def places_on_one_machine(settings: RuntimeTable) -> tuple[Place, list[Place]]:
     """Return the trainer's place and each searcher's on this machine."""
     cores = available_cores() if settings.cores == "divide" else []
-    (own, others) = divide(cores, settings.most_searchers)
+    own, others = divide(cores, settings.most_searchers)
     return Place(device_here(), own), [Place(device_here(), part) for part in others]
 
 

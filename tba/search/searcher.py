@@ -46,6 +46,10 @@ The greedy and the sampled sessions of a piece of an evaluation have half of it 
 """
 
 
+EXPLORING = 0.5
+"""Share of the search tasks that draw their temperature, with `sampling.explore`."""
+
+
 @dataclass(frozen=True)
 class SearchSetup:
     """Settings from which any process builds the same searcher."""
@@ -123,7 +127,6 @@ class SearchSetup:
             tasks=tasks,
             process=process,
             deadline=reward.deadline,
-            concurrency=reward.concurrency,
             longest=LONGEST_CALL * deadlines.task_deadline,
             steps=self.config.run.steps,
         )
@@ -259,7 +262,7 @@ class Searcher:
         sampling = self.setup.sampling
         settings = self.setup.config.sampling
         rng = generator(seed, Use.EXPLORATION)
-        if settings.explore is None or rng.random() >= settings.explore_share:
+        if settings.explore is None or rng.random() >= EXPLORING:
             return sampling
         low, high = settings.explore
         return replace(sampling, explore=low + (high - low) * rng.random())

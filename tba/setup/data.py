@@ -162,6 +162,6 @@ def evaluation_sets(
             log.warning(told, key, left_out, len(prompts))
         if own.tools is not None:
             check_tools(own.tools, fresh[0], config.reward.isolate)
-        chosen = fresh[: table.prompts or config.eval.prompts]
+        chosen = fresh[: config.eval.prompts]
         sets[name] = EvaluationSet(type(config.task)(use=use, **options), tuple(chosen))
     return sets, encoded

@@ -134,7 +134,7 @@ class RunSetup(Data):
         c = self.config
         return SearchSetup(
             config=c,
-            sampling=Sampling(**c.sampling.model_dump(exclude={"explore", "explore_share"})),
+            sampling=Sampling(**c.sampling.model_dump(exclude={"explore"})),
             held_out=tuple(self.held_out),
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,

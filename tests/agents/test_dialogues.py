@@ -203,7 +203,7 @@ def test_evaluations_hold_dialogues_too(config):
 
 def test_an_evaluation_set_has_the_tools_of_its_own_task(config):
     """None here: what would be a call is a text."""
-    settings = ("eval.sets.plain.use=arithmetic", "eval.sets.plain.prompts=2")
+    settings = ("eval.sets.plain.use=arithmetic", "eval.sets.plain.held_out_size=2")
     searcher, _ = searched(config(call("double", n=21), "It is 42.", settings=settings))
     found = evaluate_held_out(searcher)
     assert found.scores["greedy_reward"] == len("It is 42.")

@@ -31,7 +31,7 @@ PAPER: dict[str, Any] = {
     "task.encoder": "sentence-transformers/all-MiniLM-L6-v2",
     "task.victim_max_tokens": 30, "task.victim_temperature": 0.7, "task.victim_top_p": 0.92,
     "sampling.samples": 128, "sampling.temperature": 1.0, "sampling.top_p": 1.0,
-    "sampling.max_tokens": 20, "sampling.explore": [0.5, 2.0], "sampling.explore_share": 0.5,
+    "sampling.max_tokens": 20, "sampling.explore": [0.5, 2.0],
     "objective.use": "tb", "objective.beta": 0.05,
     "objective.tau.start": 2.0, "objective.tau.end": 1.0,
     "strategy.use": "mixture", "strategy.recent": 0.5,

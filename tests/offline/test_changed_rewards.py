@@ -419,7 +419,7 @@ def test_another_config_of_the_model_is_refused(tiny_model, user):
 def test_another_reward_of_an_evaluation_set_changes_its_scores_only(tiny_model, user):
     folder = user / "run"
     shutil.copy("reward.py", "hard.py")
-    of_set = ("eval.sets.hard.reward=hard.py:score", "eval.sets.hard.prompts=2")
+    of_set = ("eval.sets.hard.reward=hard.py:score", "eval.sets.hard.held_out_size=2")
     run(config(tiny_model, folder, *SETTINGS, "eval.prompts=2", *of_set))
     before = json.loads((folder / "sources.json").read_text())
     rewrite(user / "hard.py", "LIMIT = 2", "LIMIT = 3")

@@ -170,7 +170,11 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 
 def test_all_completions_are_written(ended, tmp_path):
-    more = ["eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3", "eval.prompts_per_task=2"]
+    more = [
+        "eval.sets.more.use=toy.Ones",
+        "eval.sets.more.held_out_size=3",
+        "eval.prompts_per_task=2",
+    ]
     path = tmp_path / "completions.jsonl"
     scores = evaluate_run(ended, more, reference=False, completions=path)
     rows = written(path)

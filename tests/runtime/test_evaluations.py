@@ -123,7 +123,7 @@ def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model, tmp_path):
         "task=mixture", "task.parts.ones.use=toy.Ones", "task.parts.toy.use=toy.Toy",
         "task.parts.ones.weight=9", "eval.prompts=10", "eval.prompts_per_task=3", "eval.k=[1,4]",
     )  # fmt: skip
-    more = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=4")
+    more = ("eval.sets.more.use=toy.Ones", "eval.sets.more.held_out_size=4")
     setup = check(toy_config(toy_model, tmp_path, *mixed, *more)).search_setup()
     searcher, evaluations = setup.build("cpu", False), Evaluations(setup)
     assert [(name, first, len(prompts)) for name, first, prompts in pieces_of(setup)] == [

@@ -17,7 +17,7 @@ from tba.prompt import Prompt
 from tba.runs.folder import METRICS, read
 from tba.setup.setup import check
 
-MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.prompts=3")
+MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.held_out_size=3")
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_the_held_out_scores_do_not_depend_on_other_sets(tiny_model, tmp_path):
 def test_a_set_without_a_task_has_that_of_the_run_with_other_options(tiny_model, tmp_path, files):
     own = [f"eval.sets.own.held_out_data={files}/own.jsonl", "eval.sets.own.held_out_size=8"]
     other = ["eval.sets.five.use=custom", f"eval.sets.five.data={files}/own.jsonl"]
-    other += [f"eval.sets.five.reward={files}/f.py:five", "eval.sets.five.held_out_size=4"]
-    settings = custom(files, *own, *other, "eval.sets.own.prompts=6", "run.steps=2")
+    other += [f"eval.sets.five.reward={files}/f.py:five", "eval.sets.five.held_out_size=2"]
+    settings = custom(files, *own, *other, "task.held_out_size=6", "eval.prompts=6", "run.steps=2")
     parts = check(config(tiny_model, tmp_path / "run", *settings))
     assert [p.text for p in parts.sets["own"].prompts] == [f"{i}+1=" for i in range(200, 206)]
-    assert [p.text for p in parts.sets["five"].prompts] == ["204+1=", "205+1="]
+    assert [p.text for p in parts.sets["five"].prompts] == ["206+1=", "207+1="]
     run(parts.config)
     (*_, last) = [r for r in read(tmp_path / "run" / METRICS) if "eval/sampled_reward" in r]
     rewards = [last[f"eval/{name}sampled_reward"] for name in ("", "own/", "five/")]
@@ -107,7 +107,7 @@ def test_prompts_that_are_trained_on_are_left_out_with_a_warning(
 ):
     """Of 104 to 111, the run trains on 104 and 105, and holds 106 and 107 out."""
     settings = custom(files, f"eval.sets.mixed.held_out_data={files}/mixed.jsonl")
-    settings += ["eval.sets.mixed.held_out_size=8", "eval.sets.mixed.prompts=8"]
+    settings += ["eval.sets.mixed.held_out_size=8", "eval.prompts="]
     parts = check(config(tiny_model, tmp_path / "run", *settings))
     assert [p.text for p in parts.sets["mixed"].prompts] == [f"{i}+1=" for i in range(106, 112)]
     assert "eval.sets.mixed: 2 of 8 prompts are trained on, and left out" in caplog.text
@@ -116,7 +116,6 @@ def test_prompts_that_are_trained_on_are_left_out_with_a_warning(
 WRONG = {
     "eval.sets.a.use=gsm9k": "no tasks called 'gsm9k'; did you mean 'gsm8k'?",
     "eval.sets.a.digits=4": "eval.sets.a.digits: 'toy.Ones' has no such option",
-    "eval.sets.a.prompts=0": "eval.sets.a.prompts = 0",
     "eval.sets.a=3": "eval.sets.a = 3: write a table, [eval.sets.a], with its keys",
     "eval.sets.a/b.size=4": "[eval.sets.a/b]: 'a/b' must be letters, digits",
     "eval.sets.a.use=test_sets.Unreachable": "[eval.sets.a]: no judge answers",

@@ -282,12 +282,12 @@ def test_a_mistake_is_told_before_anything_starts(settings, tiny_model, tmp_path
 # Exploration
 
 
-def test_a_share_of_the_searches_explores(tiny_model, tmp_path):
-    explore = ("sampling.explore=[0.5, 2.0]", "sampling.explore_share=0.25")
-    searcher = check(config(tiny_model, tmp_path, *explore)).search_setup().build("cpu", False)
+def test_half_of_the_searches_explore(tiny_model, tmp_path):
+    setup = check(config(tiny_model, tmp_path, "sampling.explore=[0.5, 2.0]")).search_setup()
+    searcher = setup.build("cpu", False)
     drawn = [searcher._sampling(seed).explore for seed in range(1000)]
     temperatures = np.array([t for t in drawn if t is not None])
-    assert 200 < len(temperatures) < 300
+    assert 450 < len(temperatures) < 550
     assert 0.5 <= temperatures.min() < 0.55 and 1.95 < temperatures.max() <= 2.0
     assert abs(temperatures.mean() - 1.25) < 0.1
     assert drawn == [searcher._sampling(seed).explore for seed in range(1000)]
