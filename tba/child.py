@@ -187,23 +187,17 @@ def clean_up(mark: str, folder: Path, spared: int) -> None:
     The process with PID `spared` is left alone.
     """
     until = time.monotonic() + 5.0
-    while (left := _left(mark, folder) - {spared, os.getpid()}) and time.monotonic() < until:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+    killed = True
+    while killed and time.monotonic() < until:
+        killed = False
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+                if process.status() == psutil.STATUS_ZOMBIE or process.pid in (spared, os.getpid()):
+                    continue
+                written = (Path(file.path) for file in process.open_files() if file.mode != "r")
+                marked = process.environ().get(MARK) == mark
+                if marked or any(file.is_relative_to(folder) for file in written):
+                    killed = True
+                    process.kill()
+        time.sleep(0.05 * killed)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _left(mark: str, folder: Path) -> set[int]:
-    """Return the PIDs of the processes that have this mark or write to the folder."""
-    left = set()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            written = (Path(file.path) for file in process.open_files() if file.mode != "r")
-            marked = process.environ().get(MARK) == mark
-            if marked or any(file.is_relative_to(folder) for file in written):
-                left.add(process.pid)
-    return left

@@ -131,14 +131,13 @@ def read_weights(file: Path) -> Weights | None:
     with safe_open(file, "numpy") as opened:
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         plain = json.loads(opened.metadata()["weights"])
-        return Weights(plain["version"], arrays, _probe(plain["probe"]))
-
-
-def _probe(plain: dict[str, Any] | None) -> Probe | None:
-    if plain is None:
-        return None
-    prompt, tokens = (np.array(plain[name], np.int32) for name in ("prompt_tokens", "tokens"))
-    return Probe(prompt, tokens, np.array(plain["logp"], np.float32), plain["temperature"])
+    probe = plain["probe"] and Probe(
+        prompt_tokens=np.array(plain["probe"]["prompt_tokens"], np.int32),
+        tokens=np.array(plain["probe"]["tokens"], np.int32),
+        logp=np.array(plain["probe"]["logp"], np.float32),
+        temperature=plain["probe"]["temperature"],
+    )
+    return Weights(plain["version"], arrays, probe)
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class Transport(Protocol):
 
 
 class Direct:
-    """Transport within one process: the parcel is a copy of the weights."""
+    """Transport within one process: the payload is a copy of the weights."""
 
     def send(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], probe: Probe | None

@@ -127,7 +127,22 @@ def names(kind: str) -> list[str]:
 def find(kind: str, name: str) -> type:
     """Return the class called `name`; ValueError, with the nearest name, if it is unknown."""
     if "." in name:
-        return _on_path(kind, name)
+        hint = "write `package.module.Class`, with @dataclass above the class"
+        module_name, _, class_name = name.rpartition(".")
+        try:
+            value: Any = vars(importlib.import_module(module_name)).get(class_name)
+        except (ModuleNotFoundError, ValueError) as error:
+            raise ValueError(f"{name!r}: {error}; {hint}") from error
+        if not is_plugin(value):
+            raise ValueError(f"{name!r}: {module_name} has no such dataclass; {hint}")
+        for member in MEMBERS.get(kind, ()):
+            if member not in dir(value):
+                raise ValueError(
+                    f"{name!r} is not one of the {kind}: it has no {member}; see its base class"
+                    " and its contract in docs/extending.md"
+                )
+        cls: type = value
+        return cls
     known = names(kind)
     if kind == "objectives" and name in NEAREST:
         raise ValueError(f"no objective called {name!r}; the nearest is `{NEAREST[name]}`")
@@ -139,25 +154,6 @@ def find(kind: str, name: str) -> type:
     module = importlib.import_module(f"tba.{kind}.{name}")
     own = [v for v in vars(module).values() if is_plugin(v) and v.__module__ == module.__name__]
     return own[0]
-
-
-def _on_path(kind: str, name: str) -> type:
-    hint = "write `package.module.Class`, with @dataclass above the class"
-    module_name, _, class_name = name.rpartition(".")
-    try:
-        value: Any = vars(importlib.import_module(module_name)).get(class_name)
-    except (ModuleNotFoundError, ValueError) as error:
-        raise ValueError(f"{name!r}: {error}; {hint}") from error
-    if not is_plugin(value):
-        raise ValueError(f"{name!r}: {module_name} has no such dataclass; {hint}")
-    for member in MEMBERS.get(kind, ()):
-        if member not in dir(value):
-            raise ValueError(
-                f"{name!r} is not one of the {kind}: it has no {member}; see its base class and its"
-                " contract in docs/extending.md"
-            )
-    cls: type = value
-    return cls
 
 
 def is_plugin(value: Any) -> bool:

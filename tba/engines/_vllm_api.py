@@ -47,9 +47,28 @@ class SteppedEngine:
     def add(self, key: str, request: GenerationRequest) -> None:
         """Start a request; ValueError, without any change, if vLLM rejects it."""
         adapter = self._adapters[-1] if self._adapters else None
+        sampling = request.sampling
+        scored = [] if request.scored is None else [request.scored]
+        parameters = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=request.seed,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(request.eos_ids),
+            ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # rewards see them, too
+            spaces_between_special_tokens=False,
+            logprobs=len(scored),  # in addition to the sampled token
+            logprob_token_ids=scored or None,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         try:
             prompt = tokens_input(list(request.prompt))
-            self._engine.add_request(key, prompt, _parameters(request), lora_request=adapter)
+            self._engine.add_request(key, prompt, parameters, lora_request=adapter)
         except VLLMClientError as error:
             raise ValueError(f"vLLM does not accept a request: {error}") from error
         self._requests[key] = request.scored, adapter, self._engine.get_weight_version()
@@ -167,28 +186,6 @@ class Worker:
 def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
     """Return the adapter with a unique name: vLLM would reuse an older one of the same name."""
     return LoRARequest(f"version {version}, number {number}", number, str(folder))
-
-
-def _parameters(request: GenerationRequest) -> SamplingParams:
-    sampling = request.sampling
-    scored = [] if request.scored is None else [request.scored]
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=request.seed,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(request.eos_ids),
-        ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
-        stop=list(sampling.stop),
-        detokenize=bool(sampling.stop),
-        skip_special_tokens=False,  # rewards see them, too
-        spaces_between_special_tokens=False,
-        logprobs=len(scored),  # in addition to the sampled token
-        logprob_token_ids=scored or None,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
 
 
 @contextmanager

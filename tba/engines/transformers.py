@@ -30,7 +30,7 @@ from tba.models.forward import (
 )
 from tba.models.lora import load_placed
 from tba.types import Completion, Sampling, Turn
-from tba.weights import Probe, Weights, load_weights
+from tba.weights import Weights, load_weights
 
 DROP = 1 / 8
 """Share of finished responses at which they are dropped from the batch, which costs a copy."""
@@ -89,7 +89,11 @@ class Transformers(Engine):
         batches = product(range(0, len(order), at_once), range(0, sampling.samples, each))
         for first, start in batches:
             places = order[first : first + at_once]
-            uniform = [_uniform(seed, i, sampling)[start : start + each] for i in places]
+            shape = (sampling.samples, sampling.max_tokens)
+            uniform = []  # numbers in (0, 1], by the place of a prompt
+            for i in places:
+                drawn = np.random.default_rng([seed, i]).random(shape, np.float32)
+                uniform.append(1 - drawn[start : start + each])
             with self.lend(), self._precision():
                 batch = self._batch([prompts[i] for i in places], uniform, sampling)
             for i, group in zip(places, batch, strict=True):
@@ -114,7 +118,18 @@ class Transformers(Engine):
             self.drained += time.perf_counter() - asked
             load_weights(self.model, weights)
             self.version = weights.version
-            return None if weights.probe is None else self._gap(weights.probe)
+            probe = weights.probe
+            if probe is None:
+                return None
+            tokens = np.concatenate([probe.prompt_tokens, probe.tokens])
+            ids = torch.from_numpy(tokens).long().to(self.device)
+            start = len(probe.prompt_tokens)
+            with torch.inference_mode():
+                out = self.model.base_model(input_ids=ids[None], use_cache=False)
+                logits = logits_of(self.model, out.last_hidden_state[0, start - 1 : -1])
+                logp = torch.log_softmax(logits.float() / probe.temperature, -1)
+            chosen = logp.gather(1, ids[start:, None]).squeeze(1).cpu()
+            return float((chosen - torch.from_numpy(probe.logp.copy())).abs().mean())
 
     @contextmanager
     def lend(self) -> Iterator[None]:
@@ -126,19 +141,6 @@ class Transformers(Engine):
         """Return the autocast context with which an adapted model matches the trainer."""
         kind = torch.device(self.device).type
         return torch.autocast(kind, torch.bfloat16, enabled=self._autocast)
-
-    @torch.inference_mode()
-    def _gap(self, probe: Probe) -> float:
-        """Return the mean |difference| between the model's and the probe's log-probs."""
-        tokens = np.concatenate([probe.prompt_tokens, probe.tokens])
-        ids = torch.from_numpy(tokens).long().to(self.device)
-        states = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        start = len(probe.prompt_tokens)
-        logits = logits_of(self.model, states[start - 1 : -1])
-        logp = torch.log_softmax(logits.float() / probe.temperature, -1)
-        chosen = logp.gather(1, ids[start:, None]).squeeze(1)
-        expected = torch.from_numpy(probe.logp.copy())
-        return float((chosen.cpu() - expected).abs().mean())
 
     @torch.inference_mode()
     def _batch(
@@ -286,12 +288,6 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
 def _uniform_of(turn: Turn) -> Float[np.ndarray, " T"]:
     """Return a turn's random numbers in (0, 1]."""
     return 1 - np.random.default_rng(turn.seed).random(turn.sampling.max_tokens, np.float32)
-
-
-def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:
-    """Return random numbers in (0, 1] for the samples of the prompt at this place of a call."""
-    rng = np.random.default_rng([seed, place])
-    return 1 - rng.random((sampling.samples, sampling.max_tokens), np.float32)
 
 
 def run_prompts(

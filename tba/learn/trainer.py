@@ -168,12 +168,33 @@ class SingleTrainer:
             means = [torch.cat([each[name].double() for each in found]).mean() for name in found[0]]
             # one transfer: each of them waits for the GPU
             metrics = dict(zip(found[0], torch.stack(means).tolist(), strict=True))
-            self._check_reference(metrics.pop("from_ref"), step)
+            gap = metrics.pop("from_ref")
+            limit = 0.05 if self.computes_in_bf16 else 0.01
+            if step == 0 and self.setup.checks_reference and gap > limit:
+                raise WrongReference(
+                    f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats"
+                    f" a token on average, more than {limit:g}, but both are the initial model."
+                    " Likely causes: weights that are missing from its files, and so random; files"
+                    " that changed during the start; code of the model (trust_remote_code) that is"
+                    " not deterministic"
+                )
             tokens = sum(each.tokens for each in results)
             metrics["batch/padding"] = sum(each.padding for each in results) / tokens
             if self.ranks > 1:
                 metrics["batch/imbalance"] = imbalance(batch, parts, self.policy.share_prompt)
-            metrics["grad_norm"] = self._clip(step, metrics)
+            limit = self.setup.config.trainer.max_grad_norm
+            groups = self.optimizer.param_groups
+            norms = [self.sums.clip(group["params"], limit) for group in groups]
+            if not math.isfinite(metrics["log_ratio"]):
+                raise NotFinite(version=step)
+            numbers = {**metrics, "gradient norm": sum(norms)}
+            wrong = [f"{name} {n}" for name, n in numbers.items() if not math.isfinite(n)]
+            if wrong:
+                raise NotFinite(
+                    f"step {step + 1}: {', '.join(wrong)}, and no weight has changed; lower"
+                    " trainer.learning_rate, or change the objective or its options"
+                )
+            metrics["grad_norm"] = norms[0]  # of the policy, before it was clipped
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)  # frees memory for an engine on this device
@@ -294,33 +315,6 @@ class SingleTrainer:
         return MicroBatchResult(
             {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
         )
-
-    def _check_reference(self, gap: float, step: int) -> None:
-        """Raise WrongReference if the mean |log(pi / ref)| is above a limit in the first step."""
-        limit = 0.05 if self.computes_in_bf16 else 0.01
-        if step == 0 and self.setup.checks_reference and gap > limit:
-            raise WrongReference(
-                f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats a"
-                f" token on average, more than {limit:g}, but both are the initial"
-                " model. Likely causes: weights that are missing from its files, and so random;"
-                " files that changed during the start; code of the model (trust_remote_code) that"
-                " is not deterministic"
-            )
-
-    def _clip(self, step: int, metrics: dict[str, float]) -> float:
-        """Clip gradients; return the policy's norm before. NotFinite if a number is not finite."""
-        limit = self.setup.config.trainer.max_grad_norm
-        norms = [self.sums.clip(group["params"], limit) for group in self.optimizer.param_groups]
-        if not math.isfinite(metrics["log_ratio"]):
-            raise NotFinite(version=step)
-        numbers = {**metrics, "gradient norm": sum(norms)}
-        wrong = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
-        if wrong:
-            raise NotFinite(
-                f"step {step + 1}: {', '.join(wrong)}, and no weight has changed; lower"
-                " trainer.learning_rate, or change the objective or its options"
-            )
-        return norms[0]
 
 
 def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:

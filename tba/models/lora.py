@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tba.config.mistakes import choices
-from tba.config.tables import LoraTable, PolicyTable
+from tba.config.tables import PolicyTable
 from tba.models import model_path
 from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model, trained
@@ -208,7 +208,18 @@ def check_adapter(policy: PolicyTable) -> str:
             "policy.lora needs PEFT: pip install peft, or remove the table to train all weights"
         )
     model = load_empty_model(policy)
-    _check_names(model, policy.lora)
+    # PEFT skips names that it does not find
+    head = model.get_output_embeddings()
+    linear = [name for name, module in _linear(model).items() if module is not head]
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    single = []
+    for name, module in model.named_modules():
+        if not list(module.children()) and all(uses[id(p)] == 1 for p in module.parameters()):
+            single.append(name)
+    if policy.lora.target_modules != ALL:
+        _check_ends("target_modules", policy.lora.target_modules, linear, "linear layer")
+    whole = policy.lora.modules_to_save
+    _check_ends("modules_to_save", whole, single, "single module, untied,")
     _inject(model, _settings(policy, model), TRAINED)
     if policy.lora.start is not None:
         _check_start(model, policy.lora.start)
@@ -219,8 +230,7 @@ def check_adapter(policy: PolicyTable) -> str:
             adapted.add(re.split(r"\.lora_|\.base_layer", name)[0].rpartition(".")[2])
         elif parameter.ndim > 1 and not parameter.requires_grad:
             left.add(".".join(name.replace(".original_module", "").split(".")[-2:]))
-    left -= {f"{name.rpartition('.')[2]}.weight" for name in policy.lora.modules_to_save}
-    whole = policy.lora.modules_to_save
+    left -= {f"{name.rpartition('.')[2]}.weight" for name in whole}
     trains = f", and trains {', '.join(whole)} whole" if whole else ""
     leaves = ", ".join(sorted(left)) or "no matrices"
     return f"LoRA adapts {', '.join(sorted(adapted))}{trains}; unchanged: {leaves}"
@@ -333,24 +343,8 @@ def own_name(name: str) -> str:
     return re.sub(r"\.(lora_[AB])\.", rf".\1.{TRAINED}.", name)
 
 
-def _check_names(model: Any, lora: LoraTable) -> None:
-    """Raise ValueError unless each name in `policy.lora` is the end of a layer's name.
-
-    PEFT skips names that it does not find.
-    """
-    head = model.get_output_embeddings()
-    linear = [name for name, module in _linear(model).items() if module is not head]
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    single = []
-    for name, module in model.named_modules():
-        if not list(module.children()) and all(uses[id(p)] == 1 for p in module.parameters()):
-            single.append(name)
-    if lora.target_modules != ALL:
-        _check_ends("target_modules", lora.target_modules, linear, "linear layer")
-    _check_ends("modules_to_save", lora.modules_to_save, single, "single module, untied,")
-
-
 def _check_ends(key: str, ends: Sequence[str], names: Sequence[str], kind: str) -> None:
+    """Raise ValueError unless each of `ends` is the end of a name."""
     for end in ends:
         if not any(f".{name}".endswith(f".{end}") for name in names):
             known = sorted({name.rpartition(".")[2] for name in names})

@@ -2,16 +2,12 @@ from dataclasses import dataclass
 from math import inf, log
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from tba.config.tables import PositiveFloat, Share
 from tba.objectives import (
     Importance,
     Loss,
     Objective,
-    PerGroup,
-    PerResponse,
     PerToken,
     Taper,
     better,
@@ -135,12 +131,21 @@ class TrajectoryBalance(Objective):
         reward = batch.reward / self.tau
         residual = self.beta * kl - reward
         if abs(self.alpha - 1) > SQUARED:
-            loss, log_z = self._by_divergence(residual)
+            k = 1 - self.alpha
+            fixed = residual.detach()
+            log_z = ((-k * fixed).logsumexp(1) - log(fixed.shape[1])) / k
+            scaled = k * (residual + log_z[:, None])  # exp(-scaled) has mean 1: it is at most K
+            loss = (scaled + (-scaled).expm1()).mean(1) / (k * k * self.beta)
             return loss, {"tb/log_z": log_z / self.beta}
         kind: Importance = "none" if self.importance_cap is None else "sequence"
         weight = importance(kind, logp, batch, self.importance_cap or 1.0)[..., 0]
         # beta log Z: live policy, this group, no gradient
-        log_z = self._log_z(-residual.detach(), weight, batch)
+        value = -residual.detach()
+        if self.tapers_by == "reward":
+            is_better = better(batch.reward)
+            best = value.masked_fill(~is_better, -inf).amax(1, keepdim=True)
+            value = torch.where(is_better.any(1, keepdim=True), value.clamp(max=best), value)
+        log_z = (weight * value).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
         error = residual + log_z
         weight = weight * tapered(self.tapers_by, error, logp, batch)
         metrics = {"tb/log_z": log_z.squeeze(1) / self.beta}
@@ -151,19 +156,3 @@ class TrajectoryBalance(Objective):
             metrics["tb/graded"] = is_graded.float().mean(1)
         loss = (weight * error.square()).mean(1) / (2 * self.beta)
         return loss, metrics
-
-    def _log_z(self, value: PerResponse, weight: PerResponse, batch: Batch) -> Float[Tensor, "B 1"]:
-        """Return beta log Z of each group from r - beta (log pi - log ref) of its responses."""
-        if self.tapers_by == "reward":
-            is_better = better(batch.reward)
-            best = value.masked_fill(~is_better, -inf).amax(1, keepdim=True)
-            value = torch.where(is_better.any(1, keepdim=True), value.clamp(max=best), value)
-        return (weight * value).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-
-    def _by_divergence(self, residual: PerResponse) -> tuple[PerGroup, PerGroup]:
-        """Return the loss for `alpha`, and beta log Z, given residuals without log Z."""
-        k = 1 - self.alpha
-        fixed = residual.detach()
-        log_z = ((-k * fixed).logsumexp(1) - log(fixed.shape[1])) / k
-        scaled = k * (residual + log_z[:, None])  # exp(-scaled) has mean 1, so it is at most K
-        return (scaled + (-scaled).expm1()).mean(1) / (k * k * self.beta), log_z

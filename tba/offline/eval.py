@@ -130,25 +130,21 @@ def evaluate_run(
         return {"run": str(run), **_evaluate(parts, config.policy.model, completions)}
     with chosen(run, step) as generation:
         parts = _checked(config, completions)
-        _warn_of_trained_on(parts, generation)
+        task = parts.task
+        file = generation / FOLDER / PROMPTS
+        if file.is_file() and not task.samples_again:  # settings may have changed the split
+            encode = encoder(parts.text, task)
+            trained_on = {identity(task, g.prompt, g.prompt_tokens) for g in load_groups(file)}
+            count = sum(identity(task, p, encode(p)) in trained_on for p in parts.held_out)
+            if count:
+                log.warning(
+                    "the run was trained on %d of these %d held-out prompts: their scores are too"
+                    " high", count, len(parts.held_out),
+                )  # fmt: skip
         weights = _weights(generation, parts.config)
         changed = read_weights(generation / REFERENCE)
     model = str(generation / MODEL)
     return {"run": str(run), **_evaluate(parts, model, completions, weights, changed)}
-
-
-def _warn_of_trained_on(parts: RunSetup, generation: Path) -> None:
-    """Warn about held-out prompts in the replay buffer: settings may have changed the split."""
-    task = parts.task
-    file = generation / FOLDER / PROMPTS
-    if task.samples_again or not file.is_file():  # another version wrote the checkpoint
-        return
-    encode = encoder(parts.text, task)
-    trained_on = {identity(task, g.prompt, g.prompt_tokens) for g in load_groups(file)}
-    count = sum(identity(task, p, encode(p)) in trained_on for p in parts.held_out)
-    if count:
-        text = "the run was trained on %d of these %d held-out prompts: their scores are too high"
-        log.warning(text, count, len(parts.held_out))
 
 
 def evaluate_model(model: str, config: Config, completions: Path | None = None) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import Progress, newest
 from tba.runs.folder import CHECKPOINTS, Replay, read_config, read_sources
-from tba.scoring.scoring import Scoring
 from tba.scoring.verdicts import Rejected, Verdict, settle_truncated
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
@@ -97,11 +96,38 @@ def rescore(
 
     Rejected samples are dropped. Raises ValueError if their share exceeds `reward.max_rejected`.
     """
-    stats = SearchStats()
+    total = SearchStats()
     scoring = setup.scoring(device)
 
     def score(groups: Sequence[Group]) -> list[list[float]]:
-        return _rewards(groups, setup, text, scoring, tell, stats)
+        """Return new rewards, NaN for rejected samples."""
+        rewards: list[list[float]] = []
+        samples = sum(len(g.trajectories) for g in groups)
+        stats = SearchStats(Counter(samples_generated=samples))
+        while len(rewards) < len(groups):
+            tell(f"scoring stored groups again: {len(rewards)}/{len(groups)}")
+            some = groups[len(rewards) :][:AT_ONCE]
+            answers: list[list[Answer | Verdict]] = []
+            for group in some:  # in the form that searches score
+                own = [
+                    text.answer(t.tokens, t.finished, setup.sampling.stop, t.version)
+                    for t in group.trajectories
+                ]
+                answers.append(settle_truncated(own, setup.sampling.truncated))
+            for verdicts in scoring([g.prompt for g in some], answers):
+                stats.reject(verdicts)
+                numbers = [math.nan if isinstance(v, Rejected) else float(v) for v in verdicts]
+                rewards.append(numbers)
+            rejected = stats.rejected.total()
+            limit = setup.config.reward.max_rejected
+            if rejected > limit * samples:
+                raise ValueError(
+                    f"--rescore: {rejected} of {samples} stored samples were rejected, more than"
+                    f" reward.max_rejected = {limit}; the run is as it was. The last error was:\n"
+                    f"{stats.last_rejection}"
+                )
+        total.add(stats)
+        return rewards
 
     try:
         scoring.wait_until_ready()
@@ -114,44 +140,7 @@ def rescore(
                 kept.append(replace(group, trajectories=rewarded))
     finally:
         scoring.close()
-    reasons = ", ".join(f"{n} {reason}" for reason, n in stats.rejected.items()) or "none"
-    samples = stats.counts["samples_generated"]
+    reasons = ", ".join(f"{n} {reason}" for reason, n in total.rejected.items()) or "none"
+    samples = total.counts["samples_generated"]
     tell(f"scored {samples:,} stored samples again; rejected: {reasons}")
     return tuple(kept)
-
-
-def _rewards(
-    groups: Sequence[Group],
-    setup: SearchSetup,
-    text: Tokenizer,
-    scoring: Scoring,
-    tell: Callable[[str], None],
-    total: SearchStats,
-) -> list[list[float]]:
-    """Return new rewards of stored groups, NaN for rejected samples; add counts to `total`."""
-    rewards: list[list[float]] = []
-    samples = sum(len(g.trajectories) for g in groups)
-    stats = SearchStats(Counter(samples_generated=samples))
-    while len(rewards) < len(groups):
-        tell(f"scoring stored groups again: {len(rewards)}/{len(groups)}")
-        some = groups[len(rewards) :][:AT_ONCE]
-        answers: list[list[Answer | Verdict]] = []
-        for group in some:  # in the form that searches score
-            own = [
-                text.answer(t.tokens, t.finished, setup.sampling.stop, t.version)
-                for t in group.trajectories
-            ]
-            answers.append(settle_truncated(own, setup.sampling.truncated))
-        for verdicts in scoring([g.prompt for g in some], answers):
-            stats.reject(verdicts)
-            rewards.append([math.nan if isinstance(v, Rejected) else float(v) for v in verdicts])
-        rejected = stats.rejected.total()
-        limit = setup.config.reward.max_rejected
-        if rejected > limit * samples:
-            raise ValueError(
-                f"--rescore: {rejected} of {samples} stored samples were rejected, more than"
-                f" reward.max_rejected = {limit}; the run is as it was. The last error was:\n"
-                f"{stats.last_rejection}"
-            )
-    total.add(stats)
-    return rewards

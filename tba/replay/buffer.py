@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.replay.store import EMPTY, SHOWN, RowTable, State, Store, key_of
+from tba.replay.store import EMPTY, SHOWN, State, Store, key_of
 from tba.strategies import Columns, Strategy
 from tba.types import GIVEN, RESTART, Group, Trajectory, marks_of
 
@@ -85,9 +85,25 @@ class ReplayBuffer:
         if not len(self):
             raise ValueError("the replay buffer is empty: wait for the first groups")
         drawn = np.asarray(strategy.draw(self.columns(), groups, size, now, rng))
-        _check(drawn, (groups, size), self._store.rows, strategy)
+        rows = self._store.rows
+        shape = (groups, size)
+        is_valid = (
+            drawn.dtype.kind == "i" and drawn.shape == shape and drawn.max() < len(rows["stamp"])
+        )
+        if is_valid:
+            chosen = drawn >= 0
+            prompts = np.where(chosen, rows["prompt"][drawn], EMPTY)
+            of_one = ~chosen | (prompts == prompts.max(axis=1, keepdims=True))
+            in_use = (rows["stamp"][drawn[chosen]] != EMPTY).all()
+            is_valid = chosen.any(axis=1).all() and of_one.all() and in_use
+        if not is_valid:
+            raise ValueError(
+                f"strategy {type(strategy).__name__} drew {drawn.dtype} {drawn.shape}; it must draw"
+                f" integers {shape}: for each group, at least one row of columns.rows(prompt), all"
+                " of one prompt"
+            )
         self.counts["short_groups"] += int((drawn < 0).any(axis=1).sum())
-        return self._store.groups([np.resize(rows[rows >= 0], size) for rows in drawn])
+        return self._store.groups([np.resize(own[own >= 0], size) for own in drawn])
 
     def columns(self) -> Columns:
         """Return the view of the buffer that strategies draw from; adding invalidates it."""
@@ -178,23 +194,6 @@ class Pace:
     def drew(self, batch: int, entered: int) -> None:
         """Record a step's draw."""
         self.marks.append((self.marks[-1][0] + batch, entered))
-
-
-def _check(drawn: np.ndarray, shape: tuple[int, int], rows: RowTable, strategy: Strategy) -> None:
-    """Raise ValueError if a strategy's draw violates the contract."""
-    sound = drawn.dtype.kind == "i" and drawn.shape == shape and drawn.max() < len(rows["stamp"])
-    if sound:
-        chosen = drawn >= 0
-        prompts = np.where(chosen, rows["prompt"][drawn], EMPTY)
-        of_one = ~chosen | (prompts == prompts.max(axis=1, keepdims=True))
-        in_use = (rows["stamp"][drawn[chosen]] != EMPTY).all()
-        sound = chosen.any(axis=1).all() and of_one.all() and in_use
-    if not sound:
-        raise ValueError(
-            f"strategy {type(strategy).__name__} drew {drawn.dtype} {drawn.shape}; it must draw"
-            f" integers {shape}: for each group, at least one row of columns.rows(prompt), all of"
-            " one prompt"
-        )
 
 
 def behind_prompt(t: Trajectory, own: np.ndarray, stored: np.ndarray) -> Trajectory:

@@ -88,8 +88,15 @@ class SearcherActor:
     def evaluate(
         self, piece: int, weights: Publication, reference: Publication | None
     ) -> EvaluatedPiece:
-        with self._work(reference), self._holding(weights):
-            return evaluate_piece(self._searcher, piece)
+        with self._work(reference):
+            with self._searches.shared():
+                self._load_newest(weights)
+                with self._version.shared():  # these weights stay until the piece ends
+                    if self._searcher.engine.version == weights.version:
+                        return evaluate_piece(self._searcher, piece)
+            with self._searches.alone():  # no search may run with older weights
+                self._load(weights)
+                return evaluate_piece(self._searcher, piece)
 
     def _enter(self) -> None:
         """Prepare the calling thread: cores and gradients are settings of a thread."""
@@ -120,19 +127,6 @@ class SearcherActor:
             self._unreported.seconds["busy" if self._working else "waiting"] += now - self._since
             self._since = now
             self._working += change
-
-    @contextmanager
-    def _holding(self, weights: Publication) -> Iterator[None]:
-        """Wrap work that needs exactly these weights until it ends."""
-        with self._searches.shared():
-            self._load_newest(weights)
-            with self._version.shared():
-                if self._searcher.engine.version == weights.version:
-                    yield
-                    return
-        with self._searches.alone():  # no search may run with older weights
-            self._load(weights)
-            yield
 
     def _load_newest(self, weights: Publication | None) -> None:
         """Load the newest weights sent so far, including `weights`, unless they are loaded."""

@@ -121,7 +121,14 @@ class RankActor:
 def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     """Return the results of all ranks, exchanged as JSON in tensors, which cannot run code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    text = json.dumps(_plain(ran)).encode()
+    # one transfer: each of them waits for the GPU
+    tensors = [metric.double() for each in ran for metric in each.metrics.values()]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
+    plain = []
+    for each in ran:
+        metrics = {name: [*islice(numbers, len(t))] for name, t in each.metrics.items()}
+        plain.append((metrics, each.tokens, each.padding))
+    text = json.dumps(plain).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
     if longest >= LARGEST:
@@ -130,21 +137,11 @@ def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(every, own)
     gathered = []
-    for each in every:
-        for metrics, tokens, padding in json.loads(each.cpu().numpy().tobytes()):
-            tensors = {name: torch.tensor(values) for name, values in metrics.items()}
-            gathered.append(MicroBatchResult(tensors, tokens, padding))
+    for sent in every:
+        for values, tokens, padding in json.loads(sent.cpu().numpy().tobytes()):
+            of_group = {name: torch.tensor(numbers) for name, numbers in values.items()}
+            gathered.append(MicroBatchResult(of_group, tokens, padding))
     return gathered
-
-
-def _plain(ran: Sequence[MicroBatchResult]) -> list[tuple[dict[str, list[float]], int, int]]:
-    """Return the results as plain numbers, in one transfer: each transfer waits for the GPU."""
-    tensors = [metric.double() for each in ran for metric in each.metrics.values()]
-    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
-    return [
-        ({n: [*islice(numbers, len(t))] for n, t in r.metrics.items()}, r.tokens, r.padding)
-        for r in ran
-    ]
 
 
 class ShardedTrainer:

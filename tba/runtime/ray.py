@@ -281,10 +281,21 @@ class RaySearchers:
                 handle.evaluate(piece, self._pool.newest_reference)
 
     def _hand_out_searches(self) -> None:
-        """Give searches to the least busy searchers, so that all work for the waiting trainer."""
-        while self._pool.handles and (count := self._due()):
+        """Give searches to the least busy searchers, so that all work for the waiting trainer.
+
+        In lockstep, a search has a share of the prompts still owed, and no search depends on the
+        order in which others end.
+        """
+        while self._searching and self._pool.handles:
+            count = self._settings.prompts_per_task
+            if self._settings.lag is not None:
+                tasks = [task for handle in self._pool.handles for task in handle.tasks]
+                if not self._owed and not any(task.prompts for task in tasks):
+                    self._owed = self._requested - self._arrived()
+                share = -(-self._requested // len(self._pool.handles))
+                count = min(count, share, self._owed)
             handle = self._pool.least_busy_first()[0]
-            if len(handle.work()) >= self._in_flight:
+            if count <= 0 or len(handle.work()) >= self._in_flight:
                 return
             prompts = self._stream.take(count)
             self._owed -= len(prompts)
@@ -293,22 +304,6 @@ class RaySearchers:
             # in lockstep `send_newest` sends nothing: the weights come with the search
             weights = None if self._settings.lag is None else self._pool.newest
             handle.search(prompts, seed, weights, self._pool.newest_reference)
-
-    def _due(self) -> int:
-        """Return the size of the next search; in lockstep, a share of the prompts still owed.
-
-        In lockstep, no search depends on the order in which others end.
-        """
-        most = self._settings.prompts_per_task
-        if not self._searching:
-            return 0
-        if self._settings.lag is None:
-            return most
-        asked = sum(len(task.prompts) for handle in self._pool.handles for task in handle.tasks)
-        if not asked and not self._owed:
-            self._owed = self._requested - self._arrived()
-        share = -(-self._requested // len(self._pool.handles))
-        return max(0, min(most, share, self._owed))
 
     def _receive(self, handle: SearcherHandle, task: SearcherTask) -> None:
         try:

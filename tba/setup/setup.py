@@ -155,19 +155,7 @@ def check(
     will execute; local weights, libraries and memory are then not checked. `data`: data of a setup
     with the same `READ` tables, which are reused.
     """
-    setup = _setup_of(config, functions, planned is None, data)
-    setup.prompt_stream()  # raises if the selection cannot work
-    if planned is None:
-        needs = MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1]))
-        needs.check()
-        return replace(setup, config=needs.config)  # with a number as the token budget
-    return setup
-
-
-def _setup_of(
-    config: Config, functions: Functions | None, here: bool, data: Data | None
-) -> RunSetup:
-    """Return the parts of a run; check this machine only if the run will execute `here`."""
+    here = planned is None
     check_log(config.log)
     engine: type[Engine] = find("engines", config.engine.use)
     limit = config.engine.options.get("max_model_len")
@@ -184,7 +172,7 @@ def _setup_of(
     _check_tools(config, data.task, objective, data.prompts[0])
     is_new = not (Path(config.run.folder) / CONFIG).is_file()
     refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
-    return RunSetup(
+    setup = RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
         task=data.task,
@@ -201,6 +189,12 @@ def _setup_of(
         sources=_sources(config, functions, data),
         notes=notes,
     )
+    setup.prompt_stream()  # raises if the selection cannot work
+    if here:
+        needs = MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1]))
+        needs.check()
+        setup = replace(setup, config=needs.config)  # with a number as the token budget
+    return setup
 
 
 def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:

@@ -225,7 +225,11 @@ def _content(file: Path) -> Any:
     texts: dict[Path, str] = {}
     left = [file.resolve()]
     for path in left:  # the list grows during the loop
-        texts[path] = _code(path.read_bytes())
+        source = path.read_bytes()
+        try:  # without comments and layout
+            texts[path] = ast.unparse(ast.parse(source))
+        except (SyntaxError, ValueError, RecursionError):  # the last: expressions of 1,000 terms
+            texts[path] = source.decode(errors="replace")
         for dots, start, names in IMPORT.findall(texts[path]):
             for name in names.split(", "):
                 parts = f"{start}.{name.split()[0]}".strip(".").split(".")
@@ -234,11 +238,3 @@ def _content(file: Path) -> Any:
                 near = (folder / f"{stem}{end}.py" for folder, stem, end in ends)
                 left += [each for each in near if each.is_file() and each not in left]
     return [*texts.values()]
-
-
-def _code(source: bytes) -> str:
-    """Return code without its comments and layout, or as it is where Python cannot read it."""
-    try:
-        return ast.unparse(ast.parse(source))
-    except (SyntaxError, ValueError, RecursionError):  # the last: an expression of 1,000 terms
-        return source.decode(errors="replace")

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -260,21 +260,18 @@ class Math(Problems):
                 f"{key} = {source!r} has neither a column 'answer' nor 'solution'; rename one"
             )
         for i, row in enumerate(table):
-            row["answer"] = _gold(row)
+            given = row.get("answer")
+            if isinstance(given, list):  # the parts of an answer
+                given = ", ".join(map(str, given))
+            text = str(row.get("solution") or "") if given is None else str(given)
+            boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
+            gold = next((box.strip() for box in boxed if box), None)
+            if not gold and given is not None:
+                gold = text.rpartition("####")[2].strip()
+            row["answer"] = gold or None
             if NOT_ONE.search(TEXT.sub("", row["answer"] or "")):
                 raise ValueError(
                     f"{key} = {source!r}: row {i} has the answer {row['answer']!r}; give one"
                     " answer, or write \\text{...} around words that are the answer"
                 )
         return table
-
-
-def _gold(row: Mapping[str, Any]) -> str | None:
-    """Return a row's right answer without its box, or None."""
-    given = row.get("answer")
-    if isinstance(given, list):  # the parts of an answer
-        given = ", ".join(map(str, given))
-    text = str(row.get("solution") or "") if given is None else str(given)
-    boxed = [last_boxed(text), *reversed(UNBRACED.findall(text))]
-    gold = next((box.strip() for box in boxed if box), None)
-    return gold or (None if given is None else text.rpartition("####")[2].strip() or None)
