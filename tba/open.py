@@ -35,7 +35,7 @@ from tba.runs.generations import generations, going_on, recover
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.placement import Place, last_gpu, places_on_one_machine, reuse_memory, take_gpu
+from tba.runtime.placement import Place, gpu_count, places_on_one_machine, reuse_memory, take_gpu
 from tba.search.prompts import SearchState
 from tba.setup.checks import check_step, placed
 from tba.setup.setup import RunSetup, check
@@ -233,7 +233,9 @@ def _assemble(
     stream = setup.prompt_stream()
     rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
-    free = last_gpu() if cluster and cluster.ranks and place.device != "cpu" else place.device
+    free = place.device
+    if cluster and cluster.ranks and free != "cpu":
+        free = f"cuda:{gpu_count() - 1}"  # no rank uses the last one: searchers need at least one
     if stored is not None:
         progress, search = checkpoint.restore(stored, trainer, buffer)
         check_step(progress.step, c)

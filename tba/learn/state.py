@@ -18,7 +18,7 @@ from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
 from tba.models.pretrained import load_model
-from tba.models.tensor_files import INDEX, WEIGHTS, TensorFile, in_memory, stored_in, weight_files
+from tba.models.tensor_files import INDEX, WEIGHTS, TensorFile, stored_in, weight_files
 from tba.weights import check_same_model, trained, whole
 
 MODEL = "model"
@@ -221,5 +221,6 @@ def stored_model(folder: Path) -> dict[str, TensorFile]:
     if adapter.is_file():
         return {own_name(name): stored for name, stored in stored_in([adapter]).items()}
     if read_json(folder / TRAINER).get("converted"):
-        return in_memory(_distinct(load_model(PolicyTable(model=str(folder / MODEL)), "auto")))
+        model = load_model(PolicyTable(model=str(folder / MODEL)), "auto")
+        return {name: TensorFile(tuple(t.shape), t) for name, t in _distinct(model).items()}
     return stored_in(weight_files(folder / MODEL))

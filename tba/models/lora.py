@@ -88,9 +88,18 @@ def load_adapted(
     from `policy.lora.from`, with a frozen copy. By default, it is initialised from `seed` and adds
     0 to the outputs. With `load_in_4bit`, frozen linear layers except the LM head are in 4 bits.
     """
+    from transformers import BitsAndBytesConfig
+
     assert policy.lora is not None
     compute = torch.bfloat16 if bf16 else torch.float32
-    quantised = four_bits(compute) if policy.lora.load_in_4bit else None
+    quantised = None
+    if policy.lora.load_in_4bit:  # QLoRA: NF4, with quantised scales
+        quantised = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=compute,
+        )
     model = load_model(policy, torch.float32, quantised)
     _inject(model, _settings(policy, model), TRAINED, seed)
     for parameter in trained(model).values():
@@ -110,18 +119,6 @@ def load_adapted(
         model.load_state_dict(start, strict=False)
         _load_frozen(model, start)
     return model
-
-
-def four_bits(compute: torch.dtype) -> Any:
-    """Return the settings of transformers for QLoRA: NF4, with quantised scales."""
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )
 
 
 def empty_adapted(policy: PolicyTable, bf16: bool = False) -> Any:

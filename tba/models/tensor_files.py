@@ -1,6 +1,6 @@
 """Tensors in safetensors files, which are read on demand, whole or a rank's part of each."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,3 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     names = read_json(index)["weight_map"].values() if index.is_file() else [WEIGHTS]
     return [folder / Path(name).name for name in sorted(set(names))]
-
-
-def in_memory(tensors: Mapping[str, Tensor]) -> dict[str, TensorFile]:
-    """Return tensors in memory in the form of tensors in a file."""
-    return {name: TensorFile(tuple(tensor.shape), tensor) for name, tensor in tensors.items()}

@@ -212,8 +212,17 @@ class Store:
         table["count"][rows] += samples
         table["arrived"][rows] = now
         for row, trajectory in zip(rows.tolist(), new.values(), strict=True):
-            for name, value in _row_of(trajectory).items():
-                table[name][row] = value
+            held = {}  # from which `trajectories` restores the arrays
+            for name, kind in CONTENT.items():
+                given = getattr(trajectory, name)
+                if given is not None and (name != "versions" or trajectory.switches):
+                    held[name] = np.asarray(given, kind).tobytes()
+            table["content"][row] = b"".join(held.values())
+            table["length"][row] = len(trajectory.tokens)
+            for name in ("reward", "version", "finished", "items"):
+                table[name][row] = getattr(trajectory, name)
+            for name, column in OPTIONAL.items():
+                table[column][row] = name in held
         self.prompts["held"][prompt] -= len(known)
         self._arrive(prompt, rows, list(new))
         return len(known)
@@ -332,24 +341,6 @@ def key_of(response: Trajectory, prompt: int) -> bytes:
     return hashlib.blake2b(
         content, digest_size=KEY.itemsize, salt=prompt.to_bytes(8, "little")
     ).digest()
-
-
-def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the columns from which `Store.trajectories` restores a trajectory."""
-    held = {}
-    for name, kind in CONTENT.items():
-        given = getattr(trajectory, name)
-        if given is not None and (name != "versions" or trajectory.switches):
-            held[name] = np.asarray(given, kind).tobytes()
-    return {
-        "content": b"".join(held.values()),
-        "length": len(trajectory.tokens),
-        "reward": trajectory.reward,
-        "version": trajectory.version,
-        "finished": trajectory.finished,
-        "items": trajectory.items,
-        **{column: name in held for name, column in OPTIONAL.items()},
-    }
 
 
 def save_groups(groups: Sequence[Group], file: Path) -> None:

@@ -99,12 +99,6 @@ def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:
     return {f"{name}.{key}": shown(v) for name, table in tables.items() for key, v in table.items()}
 
 
-def run_folder(config: Config) -> Path:
-    """Return the folder of a new run."""
-    default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Path(config.run.folder or default).expanduser()
-
-
 def is_run(folder: Path) -> bool:
     """Return whether a run has begun in a folder."""
     return (folder / METRICS).exists() or (folder / CHECKPOINTS).exists()

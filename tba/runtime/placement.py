@@ -93,11 +93,6 @@ def take_gpu(device: str, expands: bool = True) -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def last_gpu() -> str:
-    """Return the last GPU, which no rank uses, because searchers need at least one."""
-    return f"cuda:{gpu_count() - 1}"
-
-
 def device_here() -> str:
     """Return this process's device: the first visible GPU, because Ray hides the others."""
     return "cuda:0" if gpu_count() else "cpu"

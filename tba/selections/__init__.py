@@ -65,18 +65,16 @@ class Interleaved:
         self._credit = dict.fromkeys(self.selections, 0.0)
 
     def choose(self, count: int) -> list[Prompt]:
-        turns = [self._turn() for _ in range(count)]
+        turns = []
+        for _ in range(count):
+            for name in self._credit:
+                self._credit[name] += self.weights[name]
+            turns.append(max(self._credit, key=self._credit.__getitem__))
+            self._credit[turns[-1]] -= sum(self.weights.values())
         chosen = {}
         for name, selection in self.selections.items():
             chosen[name] = iter(selection.choose(turns.count(name)))
         return [next(chosen[name]) for name in turns]
-
-    def _turn(self) -> str:
-        for name in self._credit:
-            self._credit[name] += self.weights[name]
-        name = max(self._credit, key=self._credit.__getitem__)
-        self._credit[name] -= sum(self.weights.values())
-        return name
 
     def learn(self, group: "Group") -> None:
         self.selections[self.part(group.prompt)].learn(group)

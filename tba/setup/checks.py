@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +22,6 @@ from tba.runs.folder import (
     read_config,
     read_optional,
     resumes,
-    run_folder,
 )
 from tba.tasks._memory import InMemoryData, build_task
 
@@ -51,7 +51,8 @@ def placed(config: Config) -> Config:
     tables = config.model_dump(exclude_unset=True, by_alias=True)
     for name in tables.keys() & {"policy", "eval", "replay", *PLUGGED}:
         tables[name] = _absolute(name, tables[name])
-    folder = run_folder(config).absolute()
+    default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(config.run.folder or default).expanduser().absolute()
     tables["run"] = {**tables.get("run", {}), "folder": str(folder), "base": start}
     return Config(**tables)
 

@@ -2,7 +2,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int
 
 from tba.config.tables import Positive
 from tba.prompt import passes
@@ -37,8 +37,18 @@ class Recent:
         start = now - self.window + 1  # the first step of the window
         first = bisect_left(columns.prompts, start, key=columns.latest.__getitem__)
         newest = columns.prompts[first:]
-        if self.filter_equal:
-            newest = self._unequal(columns, max(len(newest), groups), groups, start)
+        if self.filter_equal:  # prompts with unequal rewards, and others if there are too few
+            least = max(len(newest), groups)
+            unequal: list[int] = []
+            equal: list[int] = []
+            for place, prompt in enumerate(columns.prompts[-max(least, SEARCHED * groups) :][::-1]):
+                if place >= least and len(unequal) >= groups:
+                    break
+                rewards = columns.reward[columns.latest_rows(prompt, start)]
+                is_equal = passes(rewards.min(), rewards.max())
+                (equal if is_equal else unequal).append(int(prompt))
+            missing = max(0, groups - len(unequal))
+            newest = np.array(unequal + equal[:missing], columns.prompts.dtype)
         elif len(newest) < groups:  # a prompt may have arrived several times
             arrived = [columns.arrived_since(columns.latest_rows(p, start), start) for p in newest]
             several = [max(1, int(samples.sum()) // size) for samples in arrived]
@@ -52,18 +62,3 @@ class Recent:
             chosen = by_count(columns.arrived_since(rows, since), times, size, rng)
             drawn.append(np.where(chosen < 0, -1, rows[chosen]))
         return np.concatenate(drawn)
-
-    def _unequal(
-        self, columns: Columns, newest: int, groups: int, start: int
-    ) -> Int32[np.ndarray, " M"]:
-        """Return prompts with unequal rewards, newest first, and others if there are too few."""
-        looked_at = columns.prompts[-max(newest, SEARCHED * groups) :][::-1]
-        unequal: list[int] = []
-        equal: list[int] = []
-        for place, prompt in enumerate(looked_at):
-            if place >= newest and len(unequal) >= groups:
-                break
-            rewards = columns.reward[columns.latest_rows(prompt, start)]
-            (equal if passes(rewards.min(), rewards.max()) else unequal).append(int(prompt))
-        missing = max(0, groups - len(unequal))
-        return np.array(unequal + equal[:missing], columns.prompts.dtype)
