@@ -105,7 +105,7 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         kill(started)
-        self._close()
+        self._close()  # after the kill, so that nothing of the child reacts to it
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
 
@@ -151,9 +151,10 @@ def kill_with_parent() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # mask and ignored signals are inherited
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     link = _take_link()
-    fcntl.fcntl(link, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(link, fcntl.F_SETOWN, -os.getpgrp())  # negative: the whole group
     if sys.platform == "linux":
         fcntl.fcntl(link, fcntl.F_SETSIG, signal.SIGKILL)
+    # last: the signal may arrive as soon as this is set
     fcntl.fcntl(link, fcntl.F_SETFL, os.O_ASYNC)
 
 

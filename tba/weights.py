@@ -94,6 +94,7 @@ def as_tensor(array: np.ndarray) -> Tensor:
 @torch.no_grad()
 def load_weights(model: Any, weights: Weights) -> None:
     """Copy all weights into the model; ValueError, and no change, if a name or shape differs."""
+    # first: weights are adopted whole or not at all
     check_same_model(model, weights.arrays, "the weights are of")
     parameters = model.state_dict()
     for name, array in weights.arrays.items():

@@ -99,6 +99,7 @@ class RunningBatch:
         self._engine: Any = None
         self._thread = threading.Thread(target=self._run, args=(start,), daemon=True, name="engine")
         self._thread.start()
+        # an engine that cannot start fails here, and not in the first search
         self._wait(lambda: self._engine is not None)
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationOutput, int]]:
@@ -155,7 +156,7 @@ class RunningBatch:
         """End the engine after its current step, and all waiting calls."""
         with self._changed:
             self._failure = self._failure or error  # the first one: others follow from it
-            self._changed.notify_all()
+            self._changed.notify_all()  # also wakes the engine's thread, which then ends
 
     def _run(self, start: Callable[[], Any]) -> None:
         """Run the engine's thread. Only this thread touches the engine."""

@@ -34,6 +34,7 @@ class SteppedEngine:
     """vLLM's engine. It belongs to the thread that creates it."""
 
     def __init__(self, arguments: Mapping[str, Any], device: str, deadline: float):
+        # a class attribute, because vLLM creates the executor itself
         InProcess.gpu = int(device.partition(":")[2] or 0)
         with _undisturbed():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -113,7 +114,7 @@ class SteppedEngine:
 
     def _take(self, *tags: str) -> None:
         """Allocate memory again, after PyTorch has released what the trainer no longer uses."""
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # first: vLLM allocates outside of PyTorch's cache
         self._engine.wake_up(list(tags) or None)
         if self._engine.is_sleeping() and tags != ("weights",):
             raise RuntimeError("vLLM has not woken up")

@@ -89,11 +89,8 @@ class Transformers(Engine):
         batches = product(range(0, len(order), at_once), range(0, sampling.samples, each))
         for first, start in batches:
             places = order[first : first + at_once]
-            shape = (sampling.samples, sampling.max_tokens)
-            uniform = []  # numbers in (0, 1], by the place of a prompt
-            for i in places:
-                drawn = np.random.default_rng([seed, i]).random(shape, np.float32)
-                uniform.append(1 - drawn[start : start + each])
+            uniform = [_uniform(seed, i, sampling)[start : start + each] for i in places]
+            # the lock is released after each batch: newer weights need not wait for the others
             with self.lend(), self._precision():
                 batch = self._batch([prompts[i] for i in places], uniform, sampling)
             for i, group in zip(places, batch, strict=True):
@@ -288,6 +285,12 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
 def _uniform_of(turn: Turn) -> Float[np.ndarray, " T"]:
     """Return a turn's random numbers in (0, 1]."""
     return 1 - np.random.default_rng(turn.seed).random(turn.sampling.max_tokens, np.float32)
+
+
+def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:
+    """Return random numbers in (0, 1] for the samples of the prompt at this place of a call."""
+    rng = np.random.default_rng([seed, place])
+    return 1 - rng.random((sampling.samples, sampling.max_tokens), np.float32)
 
 
 def run_prompts(

@@ -185,6 +185,7 @@ class VLLM(Engine):
         for place, prompt in enumerate(prompts):
             seeds = np.random.SeedSequence([seed, place]).generate_state(drawn, np.uint64)
             ids = prompt.tolist()
+            # vLLM's seeds are signed
             requests += [self._request(ids, sampling, int(each >> 1)) for each in seeds]
         completions = [_completion(*each) for each in self._batch.run(requests)]
         groups = [completions[i : i + drawn] for i in range(0, len(completions), drawn)]

@@ -173,7 +173,7 @@ class Checkpoints:
             limit = f"trainer.deadline = {self._deadline:g} s"
             raise TimeoutError(f"{problem} within {limit}; raise it, or see why the disk is slow")
         error = self._error
-        self._thread = None
+        self._thread = None  # before the error is raised, so that it is raised once
         self._error = None
         if error is not None:
             kind = TrainerLost if isinstance(error, TrainerLost) else RuntimeError

@@ -205,7 +205,8 @@ def own_folder(folder: Path) -> Path:
 def write_whole(path: Path, text: str, errors: str = "strict") -> None:
     """Write a file atomically: a reader sees either the old or the new content."""
     aside = path.with_name(f".{path.name}")
-    aside.unlink(missing_ok=True)
+    aside.unlink(missing_ok=True)  # of a process that was killed
+    # "x" never writes through a link
     with aside.open("x", encoding="utf-8", errors=errors) as file:
         file.write(text)
     aside.rename(path)
@@ -260,6 +261,7 @@ def check_usable(folder: Path, key: str = "run.folder") -> None:
 
 def _acquired(folder: Path, key: str, wait: float) -> FileLock:
     """Acquire and return the lock of the folder; warn if the file system has no locks."""
+    # not thread-local: another thread may release it, as in a notebook
     lock = FileLock(folder / LOCK, thread_local=False)
     try:
         lock.acquire(timeout=wait + PATIENCE, poll_interval=0.02)

@@ -116,7 +116,7 @@ def put(complete: Path, target: Path) -> None:
     """Rename a complete generation to its target, replacing an existing one."""
     if target.is_symlink():
         target.unlink()
-    elif target.exists():
+    elif target.exists():  # a resumed run saves a step again; a folder cannot be replaced
         shutil.rmtree(target)
     complete.rename(target)
 

@@ -72,6 +72,7 @@ class Stop:
             print(f"\n{message}", file=sys.stderr, flush=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # first: a signal that is repeated at once is the same one
         for each in self._before:
             signal.signal(each, lambda *_: None)
         told = "stopping: finishing this step and saving; interrupt again to stop at once"

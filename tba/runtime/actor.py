@@ -66,6 +66,7 @@ class SearcherActor:
     def publish(self, weights: Publication) -> None:
         """Load newer weights while searches run."""
         self._enter()
+        # not while an evaluation or a change of the reference holds the lock exclusively
         with self._searches.shared():
             self._load_newest(weights)
 
@@ -130,12 +131,13 @@ class SearcherActor:
 
     def _load_newest(self, weights: Publication | None) -> None:
         """Load the newest weights sent so far, including `weights`, unless they are loaded."""
+        # locks are taken in this order: `_searches`, `_loading`, `_version`
         with self._loading:
             newest = self._newest
             if newest is None or (weights is not None and weights.version > newest.version):
                 newest = self._newest = weights
             if newest is not None and newest.version != self._searcher.engine.version:
-                with self._version.alone():
+                with self._version.alone():  # waits for pieces of evaluations, not for searches
                     self._load(newest)
 
     def _load(self, weights: Publication) -> None:

@@ -195,6 +195,7 @@ class Connection:
             home = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
             folder = Path(home).absolute() / f"tba-{secrets.token_hex(4)}"
             self._watcher = Child("tba.child:clean_up_after_parent", mark, str(folder), os.getpid())
+            # after the watcher has started: whatever is in it is removed after a kill
             folder.mkdir(mode=0o700)
             self._clean_up = partial(clean_up, mark, folder, spared=os.getpid())
             self.folder = folder

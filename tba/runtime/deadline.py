@@ -84,6 +84,7 @@ class Calls:
         either: list[Future[Any]] = [future, self._lost]
         wait(either, seconds, FIRST_COMPLETED)
         if not future.done():
+            # a late call may still change Ray's state: no other call may rely on it
             self.lose(f"it did not {what} within {seconds:g} s")
             self.check()
         if future.exception() is not None:

@@ -31,7 +31,7 @@ class _File:
 
     def unused(self) -> bool:
         """Return whether no reader has opened it; see `_opened`."""
-        try:
+        try:  # readers hold the lock shared
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False

@@ -206,6 +206,7 @@ class Pool:
         newest = self.newest
         actor, ref = self._calls("start a searcher", self._begin, slot, newest)
         version = 0 if newest is None else newest.version
+        # the task keeps the weights alive until the searcher has loaded them
         tasks = [SearcherTask("start", ref, weights=newest)]
         self.handles.append(SearcherHandle(slot, actor, version, tasks, self._calls))
 
@@ -233,7 +234,7 @@ class Pool:
         NoAnswerError if too few of a range of searchers have run for too long.
         """
         now = self._clock()
-        for slot, at in [*self._vacancies]:
+        for slot, at in [*self._vacancies]:  # a copy: the loop changes the list
             if at > now:
                 continue
             self._vacancies.remove((slot, at))

@@ -175,12 +175,12 @@ class ShardedTrainer:
             self.computes_in_bf16: bool
             (self.sizes, self.computes_in_bf16) = self._wait(begin, "start", *given)[0]
         except BaseException:
-            self.close()
+            self.close()  # ranks that have started wait for the others
             raise
 
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         started = time.perf_counter()
-        given = self._calls("hold a batch", ray.put, batch)
+        given = self._calls("hold a batch", ray.put, batch)  # once, not for each rank
         taken = self._call("step", "take a step", given, step, passed=ENDED_BY_USER)
         metrics: dict[str, float] = taken[0]
         metrics["step_time"] = time.perf_counter() - started

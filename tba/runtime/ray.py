@@ -225,6 +225,7 @@ class RaySearchers:
     def close(self) -> None:
         """End the threads. Ray ends the searchers when this process leaves it."""
         self._closing = True
+        # first the publisher, which needs the pool
         self._publisher.close()
         self._collector.join(timeout=10)
         with self._changed:
@@ -344,6 +345,7 @@ class RaySearchers:
         Late results of the old searchers are dropped."""
         machine = handle.machine
         elsewhere = machine is not None and machine != self._here
+        # without the lock: a lost machine answers after a second, or not at all
         lost = elsewhere and self._calls("look at a machine", is_lost, machine)
         with self._changed:
             if handle not in self._pool.handles:  # it was lost with its machine
@@ -411,7 +413,7 @@ class Publisher:
 
     def finish(self) -> None:
         """Wait until everything that was published has been sent."""
-        done = self._waiting.all_tasks_done
+        done = self._waiting.all_tasks_done  # `Queue.join` has no timeout
         with done:
             if not done.wait_for(lambda: self._waiting.unfinished_tasks == 0, self._deadline):
                 raise self._late()
