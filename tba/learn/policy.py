@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tba.learn.layouts import Layout, Plan, cut, pack, plan_of
+from tba.learn.layouts import Contexts, Layout, Packed, Plan, cut, pack, plan_of
 from tba.models.forward import (
     attention_mask,
     check_logits,
@@ -124,9 +124,8 @@ class Policy(nn.Module):
         least `passes` passes over responses.
         """
         plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout, passes)
-        runs = {"packed": self._packed, "cached": self._cached, "plain": self._plain}
         with self.precision():
-            hidden = runs[plan.layout](plan)
+            hidden = self._cached(plan) if plan.layout == "cached" else self._uncached(plan)
             tokens = self._here(batch.tokens.flatten()[hidden.places])
             places = self._here(hidden.places)
             logp, entropy = token_logp(
@@ -162,20 +161,29 @@ class Policy(nn.Module):
         mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
         return self.readout(mean / scale).squeeze(-1)
 
-    def _packed(self, plan: Plan) -> Hidden:
-        """Run each prompt and all of its responses as one row."""
+    def _uncached(self, plan: Plan) -> Hidden:
+        """Run a row for each prompt with all of its responses, or for each context alone."""
         batch = plan.batch
-        packed = pack(batch)
-        owner = self._here(packed.owner)
+        rows: Packed | Contexts
+        if plan.layout == "packed":
+            rows = packed = pack(batch)
+            owner = self._here(packed.owner)
+            mask = attention_mask(self.model, owner, owner)
+            position = self._here(packed.position)
+        else:
+            rows = contexts = cut(batch)
+            mask = self._here(contexts.real).long()
+            position = positions(mask)
         output = self.model.base_model(
-            input_ids=self._here(packed.ids),
-            attention_mask=attention_mask(self.model, owner, owner),
-            position_ids=self._here(packed.position),
+            input_ids=self._here(rows.ids),
+            attention_mask=mask,
+            position_ids=position,
             use_cache=False,
         )
         states = output.last_hidden_state
-        row, column = self._here(packed.predicting)
-        return Hidden(states[:, : batch.prompt_mask.shape[1]], states[row, column], packed.places)
+        row, column = self._here(rows.predicting)
+        prompt = states[: len(batch), : batch.prompt_mask.shape[1]]
+        return Hidden(prompt, states[row, column], rows.places)
 
     def _cached(self, plan: Plan) -> Hidden:
         """Run each prompt once, then responses of similar length together, with its cache."""
@@ -212,22 +220,6 @@ class Policy(nn.Module):
             states.append(output.last_hidden_state[self._here(row), self._here(column)])
             places.append(chosen[row] * t + column + 1)
         return Hidden(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
-
-    def _plain(self, plan: Plan) -> Hidden:
-        """Run a row for each prompt and for each response, or each context of a response."""
-        batch = plan.batch
-        contexts = cut(batch)
-        real = self._here(contexts.real)
-        output = self.model.base_model(
-            input_ids=self._here(contexts.ids),
-            attention_mask=real.long(),
-            position_ids=positions(real),
-            use_cache=False,
-        )
-        states = output.last_hidden_state
-        row, column = self._here(contexts.predicting)
-        prompt = states[: len(batch), : batch.prompt_mask.shape[1]]
-        return Hidden(prompt, states[row, column], contexts.places)
 
 
 def _of_alike(values: Float[Tensor, "B K T"], alike: Int[Tensor, "B K"]) -> Float[Tensor, "B K T"]:

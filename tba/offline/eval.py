@@ -30,7 +30,6 @@ from tba.learn.state import MODEL, stored_model
 from tba.models import model_path
 from tba.models.lora import merged
 from tba.models.pretrained import (
-    Tokenizer,
     computes_in_bf16,
     load_model,
     load_text,
@@ -256,38 +255,37 @@ def export(run: Path, out: Path, adapter: bool = False, step: int | str | None =
                 target = out / file.relative_to(generation / MODEL)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
-        _generate_as_trained(out, _config_at(run, step_of(generation)), text)
+        config = _config_at(run, step_of(generation))
+        # other libraries pass None for absent `tools` and `documents`
+        given = (
+            "{{%- if {0} is not defined or {0} is none %}}{{%- set {0} = {1!r} %}}{{%- endif +%}}"
+        )
+        defaults = [given.format(*item) for item in config.policy.chat_template_kwargs.items()]
+        for file in out.rglob("*.jinja"):
+            file.write_text("".join([*defaults, file.read_text("utf-8")]), "utf-8")
+        s = config.sampling
+        eos = sorted(text.eos_ids)
+        GenerationConfig(
+            do_sample=True,
+            temperature=s.temperature,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            max_new_tokens=s.max_tokens,
+            stop_strings=list(s.stop) or None,
+            eos_token_id=eos,
+            pad_token_id=text.pad_id,
+            bos_token_id=text.tokenizer.bos_token_id,
+        ).save_pretrained(out)
+        changes: dict[str, Any] = {"config.json": {"eos_token_id": eos}}
+        if HUB.fullmatch(model := _model_name(config.policy.model)):
+            changes["adapter_config.json"] = {"base_model_name_or_path": model}
+        for file in filter(Path.is_file, map(out.joinpath, changes)):
+            plain = json.loads(file.read_text("utf-8")) | changes[file.name]
+            file.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
         (out / "README.md").write_text(card(run, step_of(generation), name, adapter), "utf-8")
     for path in out.rglob("*"):  # safetensors creates files that only the owner can read
         path.chmod(0o755 if path.is_dir() else 0o644)
     return out
-
-
-def _generate_as_trained(out: Path, config: Config, text: Tokenizer) -> None:
-    """Write the run's chat template, sampling and EOS settings into the exported files."""
-    # other libraries pass None for absent `tools` and `documents`
-    default = "{{%- if {0} is not defined or {0} is none %}}{{%- set {0} = {1!r} %}}{{%- endif +%}}"
-    defaults = [default.format(*item) for item in config.policy.chat_template_kwargs.items()]
-    for file in out.rglob("*.jinja"):
-        file.write_text("".join([*defaults, file.read_text("utf-8")]), "utf-8")
-    s = config.sampling
-    GenerationConfig(
-        do_sample=True,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        max_new_tokens=s.max_tokens,
-        stop_strings=list(s.stop) or None,
-        eos_token_id=sorted(text.eos_ids),
-        pad_token_id=text.pad_id,
-        bos_token_id=text.tokenizer.bos_token_id,
-    ).save_pretrained(out)
-    changes: dict[str, Any] = {"config.json": {"eos_token_id": sorted(text.eos_ids)}}
-    if HUB.fullmatch(base := _model_name(config.policy.model)):
-        changes["adapter_config.json"] = {"base_model_name_or_path": base}
-    for file in filter(Path.is_file, map(out.joinpath, changes)):
-        plain = json.loads(file.read_text("utf-8")) | changes[file.name]
-        file.write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
 
 
 def _config_at(run: Path, step: int) -> Config:

@@ -41,7 +41,6 @@ from tba.setup.machine import Machine, this_machine
 from tba.setup.memory import MemoryEstimate
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
-from tba.tasks import Task
 from tba.tasks._memory import Functions, to_send
 from tba.tasks._source import digest, sources_of
 from tba.types import Sampling
@@ -169,13 +168,23 @@ def check(
         partial(_check_objective, config, objective),
         lambda: data or read_data(config, functions, text, plugins.task),
     )
-    _check_tools(config, data.task, objective, data.prompts[0])
+    first = objective.at(0)
+    goes_back = first.value_rollouts is not None
+    by_token = goes_back or (first.head is not None and first.head.on == "response")
+    task = data.task
+    if (task.program is not None and by_token) or (task.tools is not None and goes_back):
+        raise ValueError(
+            f"objective.use = {config.objective.use!r} needs values in the middle of a response,"
+            " which programs and environments do not have; choose another objective, such as tb"
+        )
+    if task.tools is not None:
+        check_tools(task.tools, data.prompts[0], config.reward.isolate)
     is_new = not (Path(config.run.folder) / CONFIG).is_file()
     refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
     setup = RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
         text=text,
-        task=data.task,
+        task=task,
         prompts=data.prompts,
         held_out=data.held_out,
         kept_back=data.kept_back,
@@ -248,20 +257,6 @@ def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
     engine.check(config)
     if here:
         engine.check_here(config)
-
-
-def _check_tools(config: Config, task: Task, objective: Plugin, prompt: Prompt) -> None:
-    """Raise ValueError if the task has tools, or a program, that the run cannot use."""
-    first = objective.at(0)
-    goes_back = first.value_rollouts is not None
-    by_token = goes_back or (first.head is not None and first.head.on == "response")
-    if (task.program is not None and by_token) or (task.tools is not None and goes_back):
-        raise ValueError(
-            f"objective.use = {config.objective.use!r} needs values in the middle of a response,"
-            " which programs and environments do not have; choose another objective, such as tb"
-        )
-    if task.tools is not None:
-        check_tools(task.tools, prompt, config.reward.isolate)
 
 
 def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:

@@ -173,7 +173,15 @@ class Http(Judge):
             try:
                 request = client.stream("POST", self.url, json=body)
                 async with asyncio.timeout(self.deadline), request as response:
-                    content = await _read(response)
+                    encoding = response.headers.get("content-encoding", "identity")
+                    if encoding != "identity":
+                        told = f"answered in {encoding}, though it was asked for plain text"
+                        raise ValueError(told)
+                    content = b""
+                    async for part in response.aiter_raw():  # no more than is kept
+                        content += part
+                        if len(content) > LARGEST:
+                            raise ValueError(f"answered with more than {LARGEST:,} bytes")
             except (httpx2.RequestError, TimeoutError) as error:
                 problem = f"{type(error).__name__} {self._shown(str(error))}".strip()
             else:
@@ -205,16 +213,3 @@ class Http(Judge):
 def _tls() -> ssl.SSLContext:
     """Return a TLS context shared by all judges of a process: reading certificates is slow."""
     return httpx2.create_ssl_context()
-
-
-async def _read(response: httpx2.Response) -> bytes:
-    """Return the body of an answer; ValueError, without reading further, if it is too large."""
-    encoding = response.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise ValueError(f"answered in {encoding}, though it was asked for plain text")
-    body = bytearray()
-    async for part in response.aiter_raw():
-        body += part
-        if len(body) > LARGEST:
-            raise ValueError(f"answered with more than {LARGEST:,} bytes")
-    return bytes(body)
