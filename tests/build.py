@@ -270,7 +270,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 
 SMALL = (
     "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
-    "trainer.group_size=4", "log.console=off", "log.tensorboard=false",
+    "trainer.group_size=4", "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false",
 )  # fmt: skip
 """Settings of a quiet run of short responses."""
 
@@ -567,6 +567,7 @@ def rewards_reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
 def setup_of(model: Path | str, *settings: str) -> RunSetup:
     own = [f"policy.model={model}", "task=toy.Ones", "sampling.max_tokens=6"]
     own += ["trainer.learning_rate=1e-2", "trainer.batch_size=12", "trainer.group_size=4"]
+    own += ["trainer.warmup_steps=0"]
     return check(load(None, [*own, *settings]))
 
 

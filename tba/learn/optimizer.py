@@ -38,20 +38,14 @@ class Split(Optimizer):
                 exact = weight  # an objective's head is in fp32
                 if weight.dtype == torch.bfloat16:
                     rest = state.pop(REST) if REST in state else _random_rest(weight)
-                    high = weight.view(torch.int16).int().bitwise_left_shift_(16)
-                    exact = nn.Parameter(high.add_(rest).view(torch.float32))
+                    exact = nn.Parameter(_joined(weight, rest))
                     exact.grad = weight.grad.float()
                 self.state[exact] = state
                 self.param_groups = [{**group, "params": [exact]}]
                 super().step()
                 self.state[weight] = state = self.state.pop(exact)
-                if exact is not weight:  # bf16 rounds ties away from 0; the rest may be negative
-                    bits = exact.view(torch.int32)
-                    high = (bits + 0x8000).bitwise_right_shift_(
-                        16
-                    )  # `>>` does nothing to a DTensor
-                    weight.copy_(high.short().view(torch.bfloat16))
-                    state[REST] = (bits - high.bitwise_left_shift_(16)).short()
+                if exact is not weight:
+                    state[REST] = _divide(exact, weight)
         self.param_groups = groups
 
 
@@ -67,6 +61,20 @@ def _random_rest(weight: Tensor) -> Tensor:
     own = rest.to_local() if isinstance(rest, DTensor) else rest
     own.random_(-0x8000, 0x8000)
     return rest * (weight != 0)  # 0 with negative low bits would be NaN
+
+
+def _joined(weight: Tensor, rest: Tensor) -> Tensor:
+    """Return the fp32 weight with this bf16 part and these low bits."""
+    bits = weight.view(torch.int16).int()
+    return bits.bitwise_left_shift_(16).add_(rest).view(torch.float32)
+
+
+def _divide(exact: Tensor, weight: Tensor) -> Tensor:
+    """Round `exact` to the bf16 `weight`, ties away from 0, and return the low bits."""
+    bits = exact.view(torch.int32)
+    high = (bits + 0x8000).bitwise_right_shift_(16)  # `>>` has no effect on a DTensor
+    weight.copy_(high.short().view(torch.bfloat16))
+    return (bits - high.bitwise_left_shift_(16)).short()
 
 
 class Sums:

@@ -119,7 +119,7 @@ def trainer(
 def wrapped(policy: Policy, objective: Plugin, steps: int, **settings: Any) -> SingleTrainer:
     prompt = np.ones(1, np.int32)
     tables = {"run": {"steps": steps}, "engine": {"use": "scripted"}}
-    tables["trainer"] = {"max_grad_norm": float("inf"), **settings}
+    tables["trainer"] = {"max_grad_norm": float("inf"), "warmup_steps": 0, **settings}
     config = Config(**tables, sampling={"temperature": 0.7, "max_tokens": 1})
     setup = TrainerSetup(
         config, objective, context=32, extremes=(prompt, prompt), probe_prompt=1,

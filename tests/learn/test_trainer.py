@@ -23,6 +23,7 @@ from tba.learn.checks import check_lengths
 from tba.learn.trainer import _group_metrics
 from tba.models.forward import attention_mask, select
 from tba.objectives import Objective
+from tba.runs.warn import Warnings
 from tba.setup.setup import check
 from tba.types import Batch, TokenBatch, collate, collate_tokens
 from tba.weights import as_tensor, load_weights
@@ -263,7 +264,8 @@ def test_learning_rates_follow_their_schedule(tiny_model, batch):
         t = trainer(tiny_model, "run.steps=10", *settings)
         return [t.step(batch, step)["learning_rate"] * 100 for step in range(10)]
 
-    assert rates() == pytest.approx([1.0] * 10)
+    assert rates() == pytest.approx([1.0] * 10)  # of a helper without warm-up
+    assert rates("trainer.warmup_steps=") == pytest.approx([0, *[1.0] * 9])  # a tenth of the run
     linear = rates("trainer.schedule=linear", "trainer.warmup_steps=2")
     assert linear == pytest.approx([0, 0.5, *(n / 8 for n in range(8, 0, -1))])
     own = ("trainer.warmup_steps=2", "trainer.decay_steps=4")
@@ -273,6 +275,13 @@ def test_learning_rates_follow_their_schedule(tiny_model, batch):
     cosine = rates("trainer.schedule=cosine")
     assert cosine[0] == pytest.approx(1.0)
     assert cosine == sorted(cosine, reverse=True)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (40, 4), (99, 9), (300, 10)])
+def test_the_default_warm_up_is_ten_steps_or_a_tenth_of_a_short_run(steps, warmup):
+    config = load(None, [f"run.steps={steps}"])
+    assert config.trainer.warmup(steps) == warmup
+    assert Warnings(config).start() == []
 
 
 def test_a_decay_of_a_tenth_must_fit_as_well():
