@@ -150,13 +150,6 @@ class Run:
             return False
         return checkpoint.without_better(self.scores, self.patient_since) >= patience
 
-    @property
-    def best_before(self) -> tuple[int, float] | None:
-        """Return step and score of the best evaluation, if it is not the last one."""
-        step = checkpoint.best_step(self.scores)
-        is_earlier = step is not None and step < max(self.scores)
-        return (step, self.scores[step]) if step is not None and is_earlier else None
-
     def sample(self) -> list[Group]:
         self.console.phase("training")
         t = self.config.trainer
@@ -377,7 +370,9 @@ class Run:
         texts = self.warnings.texts
         summary = replace(measured, warnings=texts, ended=ended, trainer_restarts=restarts)
         summary.write(self.folder)
-        self.console.end(summary, self.folder, self.best_before)
+        step = checkpoint.best_step(self.scores)
+        best = None if step is None or step == max(self.scores) else (step, self.scores[step])
+        self.console.end(summary, self.folder, best)
         return summary
 
     @contextmanager

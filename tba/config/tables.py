@@ -111,10 +111,7 @@ class RunTable(Table):
         "passes over the training prompts; sets run.steps to epochs x prompts / groups per batch",
     )
     seed: Count = key(0, "seed for the order of prompts, sampling, and draws from the buffer")
-    base: str = key(
-        "",
-        "folder with the modules of plug-ins and rewards; set by the run",
-    )
+    base: str = key("", "folder with the modules of plug-ins and rewards; set by the run")
 
 
 class LoraTable(Table):
@@ -185,11 +182,7 @@ class SamplingTable(Table):
         " the task",
     )
     stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
-    explore: Range | None = key(
-        None,
-        "range from which half of the search tasks draw their temperature; log-probs stay at"
-        " `temperature`",
-    )
+    explore: Range | None = key(None, "range from which half of the searches draw a temperature")
 
     @field_validator("truncated", mode="before")
     @classmethod
@@ -397,9 +390,7 @@ class EvalSet(PluginTable):
 
 class EvalTable(Table):
     every: Count = key(50, "evaluate every N steps; 0: only before and after training")
-    prompts: Count = key(
-        128, "number of held-out prompts, of each set; default: all, at most 128; 0: none"
-    )
+    prompts: Count = key(128, "held-out prompts of each set; default: all, at most 128; 0: none")
     samples: Positive = key(4, "answers to sample per prompt, in addition to the greedy one")
     temperature: Finite = key(1.0, "temperature of the sampled answers")
     k: OneOrMore = key((4,), "values of k for pass@k; each at most eval.samples")

@@ -78,9 +78,5 @@ class Scripted(Engine):
 
 def length_to_stop(text: Tokenizer, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
     """Return the number of tokens up to and including the first stop string, or None."""
-    if not stop:
-        return None
-    for length in range(1, len(tokens) + 1):
-        if text.answer(tokens[:length], False, stop).finished:
-            return length
-    return None
+    lengths = range(1, len(tokens) + 1) if stop else ()
+    return next((n for n in lengths if text.answer(tokens[:n], False, stop).finished), None)

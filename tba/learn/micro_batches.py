@@ -66,22 +66,16 @@ def split_batch(
         divided = [pieces(own) for own in groups if own]
         shapes = []
         for place in range(max(map(len, divided))):
+            # a shape that fits all ranks: packed only if each of them is
             at_once = [own[place] for own in divided if place < len(own)]
-            shapes.append(_common_shape(at_once, share_prompt, can_pack))
+            layouts = {plan_of(own, share_prompt, can_pack).layout for own in at_once}
+            if layouts == {"packed"} or "plain" in layouts:
+                shapes.append(Shape("plain" if "plain" in layouts else "packed"))
+                continue
+            cached = [plan_of(own, True, False, "cached") for own in at_once]
+            shapes.append(Shape("cached", max(len(plan.passes) for plan in cached)))
         aligned.append(MicroBatch(groups, tuple(shapes)))
     return aligned
-
-
-def _common_shape(batches: Sequence[TokenBatch], share_prompt: bool, can_pack: bool) -> Shape:
-    """Return a shape that fits all of these batches: packed only if each of them is."""
-    plans = [plan_of(batch, share_prompt, can_pack) for batch in batches]
-    layouts = {plan.layout for plan in plans}
-    if "plain" in layouts:
-        return Shape("plain")
-    if layouts == {"packed"}:
-        return Shape("packed")
-    cached = [plan_of(batch, True, False, "cached") for batch in batches]
-    return Shape("cached", max(len(plan.passes) for plan in cached))
 
 
 def imbalance(batch: TokenBatch, parts: Sequence[MicroBatch], share_prompt: bool) -> float:

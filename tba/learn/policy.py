@@ -131,9 +131,16 @@ class Policy(nn.Module):
             logp, entropy = token_logp(
                 self.model, hidden.states, tokens, temperature or self.temperature
             )
-        read = self._read(hidden, batch, places)
-        if read is not None and read.ndim == 3:
-            read = _of_alike(read, plan.alike)
+        read = None
+        if self.head is not None and self.readout is not None:
+            scale = hidden.states.shape[-1] ** 0.5  # so that one learning rate fits any width
+            if self.head.on == "response":
+                numbers = self.readout(hidden.states.float() / scale).squeeze(-1)
+                read = _of_alike(_padded(numbers, places, batch), plan.alike)
+            else:
+                mask = self._here(batch.prompt_mask[..., None])
+                mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
+                read = self.readout(mean / scale).squeeze(-1)
         return PolicyOutput(
             logp=_of_alike(_padded(logp, places, batch), plan.alike),
             entropy=_of_alike(_padded(entropy, places, batch), plan.alike),
@@ -149,17 +156,6 @@ class Policy(nn.Module):
     def precision(self) -> torch.autocast:
         """Return the policy's autocast context: bf16, or disabled."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
-
-    def _read(self, hidden: Hidden, batch: TokenBatch, places: Tensor) -> Tensor | None:
-        """Return the head's output. Dividing its input by sqrt(D) lets one rate fit any width."""
-        if self.head is None or self.readout is None:
-            return None
-        scale = hidden.states.shape[-1] ** 0.5
-        if self.head.on == "response":
-            return _padded(self.readout(hidden.states.float() / scale).squeeze(-1), places, batch)
-        mask = self._here(batch.prompt_mask[..., None])
-        mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
-        return self.readout(mean / scale).squeeze(-1)
 
     def _uncached(self, plan: Plan) -> Hidden:
         """Run a row for each prompt with all of its responses, or for each context alone."""

@@ -197,7 +197,12 @@ def _explained(path: str, named: str) -> Iterator[None]:
 
 
 def load_text(policy: PolicyTable) -> Tokenizer:
-    """Load the tokenizer of a model; ValueError if there is no such model or tokenizer."""
+    """Load the tokenizer of a model; ValueError if there is no such model or tokenizer.
+
+    Config files of the model may name more EOS tokens, and stop strings.
+    """
+    from transformers.utils.hub import cached_file
+
     tokenizer, config = load_files(policy.model, "policy.model", policy.trust_remote_code)
     given = policy.eos_token
     eos = tokenizer.eos_token_id if given is None else tokenizer.get_vocab().get(given)
@@ -208,8 +213,18 @@ def load_text(policy: PolicyTable) -> Tokenizer:
             f" could end: {given or tokenizer.eos_token!r} has number {eos}, and it samples from"
             f" {vocabulary} tokens; set policy.eos_token to one of its tokens that ends texts"
         )
-    declared, stop_strings = _declared_ends(model_path(policy.model))
-    named = {"policy.eos_token": given and eos, "tokenizer": tokenizer.eos_token_id} | declared
+    named: dict[str, Any] = {"policy.eos_token": given and eos, "tokenizer": tokenizer.eos_token_id}
+    stop_strings: list[str] = []
+    path = model_path(policy.model)
+    options = {"local_files_only": _offline(path), "_raise_exceptions_for_missing_entries": False}
+    for name in ("config.json", "generation_config.json"):
+        with _explained(path, f"{name} of policy.model = {path!r}"):
+            file = cached_file(path, name, **options)
+            plain: Any = json.loads(Path(file).read_text("utf-8")) if file else {}
+            nested = plain.get("text_config") or {}
+            named[name] = plain.get("eos_token_id", nested.get("eos_token_id"))
+            strings = np.ravel(plain.get("stop_strings"))
+            stop_strings += [str(each) for each in strings if each is not None]
     ends = {source: tokens_in(value, vocabulary) for source, value in named.items()}
     template = str(tokenizer.chat_template)
     for name in policy.chat_template_kwargs:
@@ -245,24 +260,6 @@ def config_of(path: str, remote_code: bool) -> Any:
     if "pad_token_id" in ids and not tokens_in(ids["pad_token_id"], ids.get("vocab_size", inf)):
         text.pad_token_id = None
     return config
-
-
-def _declared_ends(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the EOS tokens that each config file of a model names, and all stop strings."""
-    from transformers.utils.hub import cached_file
-
-    ends = {}
-    stop: list[str] = []
-    options = {"local_files_only": _offline(path), "_raise_exceptions_for_missing_entries": False}
-    for name in ("config.json", "generation_config.json"):
-        with _explained(path, f"{name} of policy.model = {path!r}"):
-            file = cached_file(path, name, **options)
-            plain: Any = json.loads(Path(file).read_text("utf-8")) if file else {}
-            ends[name] = plain.get(
-                "eos_token_id", (plain.get("text_config") or {}).get("eos_token_id")
-            )
-            stop += [str(each) for each in np.ravel(plain.get("stop_strings")) if each is not None]
-    return ends, stop
 
 
 def sources(path: str, remote_code: bool) -> dict[str, bool]:

@@ -141,9 +141,19 @@ class Tracker:
             "sync/blocked": self._spent["synced"],
             "sync/seconds": stats.publish_seconds - before.publish_seconds,
             "sync/drain": stats.seconds["drain"] - before.seconds["drain"],
-            **_of_searchers(stats),
+            "sync/adopted": nan,
+            "sync/logp_gap": nan,
+            **stats.latest,
+            "sync/logp_gap_max": stats.largest_gap,
+            "samples_generated": 0,
+            "searchers/restarts": 0,
+            **+stats.counts,
+            "searchers/rejected": stats.rejected.total(),
             "sync/bytes": stats.counts["sync/bytes"] - before.counts["sync/bytes"],
         }
+        if stats.rates:
+            metrics["engine/samples_per_second"] = fmean(stats.rates)
+            metrics["engine/samples_per_second_min"] = min(stats.rates)
         self._last, self._before = now, deepcopy(stats)
         self._spent.clear()
         return metrics
@@ -213,18 +223,6 @@ def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
         least = task.part(members[0].prompt)[1].pass_reward
         if least is not None:
             metrics[f"parts/{name}/pass@1"] = fmean(passes(reward, least) for reward in rewards)
-    return metrics
-
-
-def _of_searchers(stats: SearchStats) -> dict[str, float]:
-    """Return the counts so far, and the metrics of the latest searches and weight updates."""
-    metrics = {"sync/adopted": nan, "sync/logp_gap": nan, **stats.latest}
-    metrics["sync/logp_gap_max"] = stats.largest_gap
-    metrics |= {"samples_generated": 0, "searchers/restarts": 0, **+stats.counts}
-    metrics["searchers/rejected"] = stats.rejected.total()
-    if stats.rates:
-        metrics["engine/samples_per_second"] = fmean(stats.rates)
-        metrics["engine/samples_per_second_min"] = min(stats.rates)
     return metrics
 
 

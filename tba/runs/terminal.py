@@ -22,37 +22,29 @@ ROWS = 20
 """Number of rows after which the table heading is repeated."""
 
 
-def _number(value: float) -> str:
-    """Return a number in at most 7 characters."""
-    if not isfinite(value):
-        return ""
-    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.1e}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}" if isfinite(value) else ""
-
-
-def _steps(value: float) -> str:
-    return f"{value:,.1f}" if isfinite(value) else ""
-
-
-def _tokens(value: float) -> str:
-    return f"{value:,.0f}" if isfinite(value) else ""
-
-
-COLUMNS: dict[str, tuple[str, int, Callable[[float], str]]] = {
-    "reward": ("reward", 7, _number),
-    "kl": ("kl", 7, _number),
-    "entropy": ("entropy", 7, _number),
-    "completions/mean_length": ("length", 6, _tokens),
-    "completions/clipped_ratio": ("cut off", 7, _share),
-    "off_policy/lag_mean": ("lag", 7, _steps),
+NUMBER = "{:.3f}"
+SHARE = "{:.1%}"
+STEPS = "{:,.1f}"
+TOKENS = "{:,.0f}"
+COLUMNS = {
+    "reward": ("reward", 7, NUMBER),
+    "kl": ("kl", 7, NUMBER),
+    "entropy": ("entropy", 7, NUMBER),
+    "completions/mean_length": ("length", 6, TOKENS),
+    "completions/clipped_ratio": ("cut off", 7, SHARE),
+    "off_policy/lag_mean": ("lag", 7, STEPS),
 }
 """Heading, width and format of each metric in the table; step and score are separate columns."""
 
 STEP = 7
 SCORE = 13
+
+
+def _shown(value: float, form: str) -> str:
+    """Return a number in at most 7 characters; "" if it is not finite."""
+    if not isfinite(value):
+        return ""
+    return f"{value:.1e}" if form == NUMBER and abs(value) >= 1000 else form.format(value)
 
 
 class Terminal(Console):
@@ -118,7 +110,9 @@ class Terminal(Console):
             heading = [("step", STEP), titles[0], ("held out ± se", SCORE), *titles[1:]]
             self.note(SEPARATOR.join(title.rjust(width) for title, width in heading))
         self._rows += 1
-        cells = [form(metrics.get(m, nan)).rjust(w) for m, (_, w, form) in COLUMNS.items()]
+        cells = []
+        for name, (_, width, form) in COLUMNS.items():
+            cells.append(_shown(metrics.get(name, nan), form).rjust(width))
         row = [f"{step:,}".rjust(STEP), cells[0], score.rjust(SCORE), *cells[1:]]
         self.note(SEPARATOR.join(row).rstrip())
 
@@ -134,13 +128,12 @@ class Terminal(Console):
             each = (ended - began) / (last - first)
             parts += [f"{each:.2g} s/step", f"ETA {duration(each * (self._steps - last))}"]
         for name, label, form in (
-            ("samples_per_second", "samples/s", _tokens),
-            ("off_policy/lag_mean", "lag", _steps),
-            ("wait/trainer", "waits", _share),
+            ("samples_per_second", "samples/s", TOKENS),
+            ("off_policy/lag_mean", "lag", STEPS),
+            ("wait/trainer", "waits", SHARE),
         ):
-            value = self._metrics.get(name, nan)
-            if isfinite(value):
-                parts.append(f"{label} {form(value)}")
+            if text := _shown(self._metrics.get(name, nan), form):
+                parts.append(f"{label} {text}")
         if self._doing not in ("", "training") and now - max(ended, self._doing_since) > 2:
             parts = [parts[0], f"{self._doing} …", duration(seconds)]
         return _fitting(parts)

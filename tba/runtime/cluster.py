@@ -326,12 +326,27 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
             time.sleep(0.5)
         if ranks > 1:
             places = replace(own, device=searching[0].device).divided(ranks)
-            cluster.ranks = _room_for_ranks(places, kind, free, until)
+            # on a single machine if one is large enough
+            together = max(free.values()) >= ranks
+            cluster.ranks = request(places, {kind: 1.0}, "STRICT_PACK" if together else "PACK")
+            group = cluster.ranks[0].group
+            assert group is not None
+            if not group.wait(max(1.0, until - time.monotonic())):
+                raise TimeoutError
+            there = [str(slot.machine()) for slot in cluster.ranks]
+            for machine in there:
+                free[machine] -= 1
+            if not together:
+                log.warning(
+                    "no machine has %d %ss: the ranks of the trainer are on %d machines, and every"
+                    " pass sends the model's weights through the network",
+                    *(ranks, kind, len({*there})),
+                )
         elif reserved:
             free[here] -= 1
-            there = NodeAffinitySchedulingStrategy(here, soft=False)
+            beside = NodeAffinitySchedulingStrategy(here, soft=False)
             actor: Any = ray.remote(Reservation)
-            actor = actor.options(num_cpus=0, num_gpus=1, scheduling_strategy=there).remote()
+            actor = actor.options(num_cpus=0, num_gpus=1, scheduling_strategy=beside).remote()
             left = max(1.0, until - time.monotonic())
             (gpu,) = ray.get(actor.gpus.remote(), timeout=left)
             device = placement.reserved_device(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -359,27 +374,6 @@ def _object_store(settings: RuntimeTable, connection: Connection) -> ObjectStore
     seconds = settings.task_deadline
     put = partial(connection.calls.within, seconds, "take weights", ray.put)
     return ObjectStore(seconds, put)
-
-
-def _room_for_ranks(
-    places: Sequence[Place], kind: str, free: dict[str, int], until: float
-) -> list[Slot]:
-    """Return slots for the trainer's ranks, on a single machine if one is large enough."""
-    together = max(free.values()) >= len(places)
-    slots = request(places, {kind: 1.0}, "STRICT_PACK" if together else "PACK")
-    assert slots[0].group is not None
-    if not slots[0].group.wait(max(1.0, until - time.monotonic())):
-        raise TimeoutError
-    machines = [str(slot.machine()) for slot in slots]
-    if not together:
-        log.warning(
-            "no machine has %d %ss: the ranks of the trainer are on %d machines, and every pass"
-            " sends the model's weights through the network",
-            *(len(places), kind, len({*machines})),
-        )
-    for machine in machines:
-        free[machine] -= 1
-    return slots
 
 
 def folders(policy: PolicyTable) -> dict[str, str]:

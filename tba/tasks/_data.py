@@ -40,7 +40,17 @@ def rows(
         if is_local(source):
             table = _from_local(Path(source).expanduser(), split)
         else:
-            table = _from_hub(source, subset, split, columns)
+            import datasets
+
+            datasets.disable_progress_bars()
+            try:
+                stored = datasets.load_dataset(source, subset, split=split)
+                if columns is not None:
+                    kept = [name for name in stored.column_names if name in columns]
+                    stored = stored.select_columns(kept)
+                table = from_arrow(stored.with_format("arrow")[:])
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise ValueError(str(error.__cause__ or error)) from error
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = str(error).partition("\n")[0]
         raise ValueError(
@@ -246,16 +256,3 @@ def _from_csv(text: str) -> Rows:
     except csv.Error as error:
         raise ValueError(f"up to line {lines.reader.line_num}: {error}") from error
     return rows
-
-
-def _from_hub(name: str, subset: str | None, split: str, columns: Sequence[str] | None) -> Rows:
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        table = datasets.load_dataset(name, subset, split=split)
-        if columns is not None:
-            table = table.select_columns([c for c in table.column_names if c in columns])
-        return from_arrow(table.with_format("arrow")[:])
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(str(error.__cause__ or error)) from error

@@ -44,9 +44,8 @@ class InMemoryData:
                 f"task.use = {task.use!r} has its own data and rewards; set task.use=custom"
                 " to train on data= and reward=, or drop these arguments"
             )
-        files: dict[str, Any] = {}
-        for option in self.rows:
-            files[option] = str(run.resolve() / f"{option}.jsonl")
+        folder = run.resolve()
+        files: dict[str, Any] = {name: str(folder / f"{name}.jsonl") for name in self.rows}
         taken = files if self.functions is None else {**files, "reward": None}
         for option, file in taken.items():
             value = task.options.get(option)

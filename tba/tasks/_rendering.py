@@ -91,9 +91,8 @@ class Rendering:
         The first `training` rows are the examples. Prompts keep `columns`, by default all except
         `prompt`.
         """
-        turns = []
-        for row in training[: self.shots]:
-            turns.append((fill(self.prompt, row), fill(self.shot_response, row)))
+        examples = training[: self.shots]
+        turns = [(fill(self.prompt, row), fill(self.shot_response, row)) for row in examples]
         shown = {question for question, _ in turns}
         prompts = []
         is_plain = False

@@ -56,7 +56,26 @@ class ReasoningGym(Rendering, Task):
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
         entry = literal_eval(prompt.columns["entry"])
-        return [self._score(answer.text, entry) for answer in answers]
+        right = str(entry["answer"]).strip()
+        scores: list[float | None] = []
+        for answer in answers:
+            given: str | None = answer.text
+            if self.answer_tag is not None:
+                tag = re.escape(self.answer_tag)
+                tagged = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", answer.text, re.DOTALL)
+                given = tagged[-1].strip() if tagged else None
+            if self.scoring == "exact":
+                lines = (given or "").split("\n")[: right.count("\n") + 1]
+                scores.append(float("\n".join(lines).strip().rstrip(".") == right.rstrip(".")))
+                continue
+            given = given and given.strip()  # as Reasoning Gym's authors do
+            unreadable = 0.0
+            try:
+                score = float(self._dataset.score_answer(given, entry))
+            except Exception:  # untrusted: it cannot read the answer
+                score = unreadable = 1.0
+            scores.append(Itemized(score - unreadable, {"scorer/unreadable": unreadable}, {}))
+        return scores
 
     def right_answer(self, prompt: Prompt) -> str | None:
         """Return the generator's answer in the form of a response; None if it is not text."""
@@ -65,24 +84,6 @@ class ReasoningGym(Rendering, Task):
             return None
         tag = self.answer_tag
         return answer if tag is None else f"<{tag}>{answer}</{tag}>"
-
-    def _score(self, text: str, entry: dict[str, Any]) -> float:
-        given: str | None = text
-        if self.answer_tag is not None:
-            tag = re.escape(self.answer_tag)
-            tagged = re.findall(f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
-            given = tagged[-1].strip() if tagged else None
-        if self.scoring == "own":
-            given = given and given.strip()  # as Reasoning Gym's authors do
-            unreadable = 0.0
-            try:
-                score = float(self._dataset.score_answer(given, entry))
-            except Exception:  # untrusted: it cannot read the answer
-                score = unreadable = 1.0
-            return Itemized(score - unreadable, {"scorer/unreadable": unreadable}, {})
-        right = entry["answer"].strip()
-        lines = (given or "").split("\n")[: right.count("\n") + 1]
-        return float("\n".join(lines).strip().rstrip(".") == right.rstrip("."))
 
     @cached_property
     def _divided(self) -> tuple[list[Prompt], list[Prompt]]:

@@ -107,10 +107,8 @@ class RedTeam(Task):
         """
         attacks = [answer.text.strip() for answer in answers]
         training = not prompt.id.startswith(HELD_OUT)
-        asked = []
-        for i, attack in enumerate(attacks):
-            if attack and self._victim.length(attack) >= self.min_tokens:
-                asked.append(i)
+        length = self._victim.length
+        asked = [i for i, a in enumerate(attacks) if a and length(a) >= self.min_tokens]
         least = math.log(self.floor) if training else 0.0
         scores: list[float | None] = [least] * len(attacks)
         if not asked:
