@@ -54,15 +54,7 @@ class Scripted(Engine):
             drawn = np.zeros(size, int)
         else:
             drawn = rng.integers(len(self.answers), size=size)
-        completions = []
-        for answer in self.answers:
-            encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]
-            whole = np.asarray([*encoded, self.text.eos_id], np.int32)
-            end = length_to_stop(self.text, whole, sampling.stop) or len(whole)
-            tokens = whole[: min(end, sampling.max_tokens)]
-            logp = np.zeros(len(tokens), np.float32)
-            logp[0] = math.log(self.answers.count(answer) / len(self.answers))
-            completions.append(Completion(tokens, logp, end <= sampling.max_tokens, version))
+        completions = [self._completion(a, sampling, version) for a in self.answers]
         return [[completions[answer] for answer in row] for row in drawn]
 
     def load_weights(self, weights: Weights) -> float | None:
@@ -74,6 +66,15 @@ class Scripted(Engine):
 
     def wake(self) -> None:
         self.asleep = False
+
+    def _completion(self, answer: str, sampling: Sampling, version: int) -> Completion:
+        encoded = self.text.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        whole = np.asarray([*encoded, self.text.eos_id], np.int32)
+        end = length_to_stop(self.text, whole, sampling.stop) or len(whole)
+        tokens = whole[: min(end, sampling.max_tokens)]
+        logp = np.zeros(len(tokens), np.float32)
+        logp[0] = math.log(self.answers.count(answer) / len(self.answers))
+        return Completion(tokens, logp, end <= sampling.max_tokens, version)
 
 
 def length_to_stop(text: Tokenizer, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
