@@ -50,24 +50,24 @@ class SteppedEngine:
         adapter = self._adapters[-1] if self._adapters else None
         sampling = request.sampling
         scored = [] if request.scored is None else [request.scored]
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=request.seed,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(request.eos_ids),
-            ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
-            stop=list(sampling.stop),
-            detokenize=bool(sampling.stop),
-            skip_special_tokens=False,  # rewards see them, too
-            spaces_between_special_tokens=False,
-            logprobs=len(scored),  # in addition to the sampled token
-            logprob_token_ids=scored or None,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         try:
+            parameters = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=request.seed,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(request.eos_ids),
+                ignore_eos=True,  # the tokens above end a response, not the tokenizer's EOS
+                stop=list(sampling.stop),
+                detokenize=bool(sampling.stop),
+                skip_special_tokens=False,  # rewards see them, too
+                spaces_between_special_tokens=False,
+                logprobs=len(scored),  # in addition to the sampled token
+                logprob_token_ids=scored or None,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             prompt = tokens_input(list(request.prompt))
             self._engine.add_request(key, prompt, parameters, lora_request=adapter)
         except VLLMClientError as error:
