@@ -121,14 +121,7 @@ class RankActor:
 def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     """Return the results of all ranks, exchanged as JSON in tensors, which cannot run code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    # one transfer: each of them waits for the GPU
-    tensors = [metric.double() for each in ran for metric in each.metrics.values()]
-    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
-    plain = []
-    for each in ran:
-        metrics = {name: [*islice(numbers, len(t))] for name, t in each.metrics.items()}
-        plain.append((metrics, each.tokens, each.padding))
-    text = json.dumps(plain).encode()
+    text = json.dumps(_plain(ran)).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
     if longest >= LARGEST:
@@ -142,6 +135,16 @@ def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
             of_group = {name: torch.tensor(numbers) for name, numbers in values.items()}
             gathered.append(MicroBatchResult(of_group, tokens, padding))
     return gathered
+
+
+def _plain(ran: Sequence[MicroBatchResult]) -> list[tuple[dict[str, list[float]], int, int]]:
+    """Return the results as plain numbers, in one transfer: each transfer waits for the GPU."""
+    tensors = [metric.double() for each in ran for metric in each.metrics.values()]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
+    return [
+        ({n: [*islice(numbers, len(t))] for n, t in r.metrics.items()}, r.tokens, r.padding)
+        for r in ran
+    ]
 
 
 class ShardedTrainer:
