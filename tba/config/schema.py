@@ -41,7 +41,7 @@ def check_docstrings() -> None:
 class Tables(Table):
     """All tables of a TOML file. ValueError with one line for each mistake."""
 
-    def __init__(self, **plain: Any):
+    def __init__(self, /, **plain: Any):  # a file may have a table called `self`
         check_docstrings()
         check_secrets("", plain)
         try:

@@ -130,10 +130,10 @@ def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(every, own)
     gathered = []
-    for sent in every:
-        for values, tokens, padding in json.loads(sent.cpu().numpy().tobytes()):
-            of_group = {name: torch.tensor(numbers) for name, numbers in values.items()}
-            gathered.append(MicroBatchResult(of_group, tokens, padding))
+    for each in every:
+        for metrics, tokens, padding in json.loads(each.cpu().numpy().tobytes()):
+            tensors = {name: torch.tensor(values) for name, values in metrics.items()}
+            gathered.append(MicroBatchResult(tensors, tokens, padding))
     return gathered
 
 

@@ -113,6 +113,11 @@ def test_every_mistake_is_told_at_once():
     assert len(str(error.value).splitlines()) == 3
 
 
+def test_a_table_may_have_the_name_of_an_argument():
+    with pytest.raises(ValueError, match="unknown key 'self'"):
+        load({"self": {}})
+
+
 def test_local_without_fresh_groups_would_never_search():
     with pytest.raises(ValueError, match=r"runtime\.use = local needs runtime\.fresh=1 or more"):
         load(None, ["runtime.use=local", "runtime.fresh=0"])
