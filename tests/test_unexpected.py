@@ -77,7 +77,7 @@ def test_weights_that_are_cut_short_are_refused_before_they_are_read(tiny_model,
 
 def test_text_with_half_a_character_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "1\\ud83d"}\n')
-    with pytest.raises(ValueError, match=r"task\.data = .* has no rows"):
+    with pytest.raises(ValueError, match=r"task\.data = .* has no column 'prompt'; it has no col"):
         rows("task.data", str(tmp_path / "data.jsonl"), "train", required=("prompt",))
 
 

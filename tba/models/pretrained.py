@@ -19,7 +19,7 @@ from tba.config.mistakes import about
 from tba.config.tables import PolicyTable
 from tba.models import is_causal, model_path, tokens_in
 from tba.models.decoding import before_stop, decode
-from tba.models.template import Roles, arguments_in, render
+from tba.models.template import Roles, arguments_in, render, variables
 from tba.prompt import Answer, Message, Prompt
 
 EAGER_TOKENS = 320  # longest prompt and response for eager attention, which keeps all scores
@@ -50,6 +50,8 @@ class Tokenizer:
         """Return the tokens of a prompt; chat messages go through the chat template."""
         if isinstance(prompt.text, str):
             ids = self.tokenizer(prompt.text)["input_ids"]
+            if ids[:2] == [self.tokenizer.bos_token_id] * 2:  # the text has a BOS already
+                ids = ids[1:]
             if ids and ids[-1] in self.eos_ids:  # some tokenizers append an EOS
                 own = self.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
                 while ids and ids[-1] in self.eos_ids and ids[-len(own) :] != own:
@@ -61,7 +63,7 @@ class Tokenizer:
             )
         else:
             with about(f"prompt {prompt.id!r}"):
-                template = str(self.tokenizer.chat_template)
+                template = self.tokenizer.chat_template
                 own = arguments_in(prompt.columns, template) if checked is None else {}
                 rendered = self.render(prompt.text, own, checked) if prompt.text else ""
                 ids = self.tokens(rendered).tolist()
@@ -226,9 +228,8 @@ def load_text(policy: PolicyTable) -> Tokenizer:
             strings = np.ravel(plain.get("stop_strings"))
             stop_strings += [str(each) for each in strings if each is not None]
     ends = {source: tokens_in(value, vocabulary) for source, value in named.items()}
-    template = str(tokenizer.chat_template)
     for name in policy.chat_template_kwargs:
-        if name not in template:  # templates ignore unknown arguments
+        if name not in variables(tokenizer.chat_template):  # templates ignore unknown arguments
             raise ValueError(
                 f"policy.chat_template_kwargs.{name}: the chat template of {policy.model!r} has no"
                 " such argument; remove it"

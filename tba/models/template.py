@@ -3,9 +3,11 @@
 import json
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 from tba.config.mistakes import about
@@ -13,10 +15,14 @@ from tba.prompt import Message, Prompt
 
 AS_JSON = re.compile(r'"text": ?"(?:[^"\\]|\\.)*\ufdd0')
 """A marked part of a message that a template shows as JSON."""
+GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""Tags of transformers, around what the assistant writes."""
 ROLES = {"developer": "system", "function": "tool", "human": "user", "gpt": "assistant"}
 """Other names of roles, which few chat templates support."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a reply's reasoning, which OpenAI's messages do not have, and programs may omit."""
+CONTENT = ("content", "tool_calls", THOUGHTS[0], "refusal", "tools", "images", "audio")
+"""Keys of a message that a template must show."""
 THINKS = re.compile(r"</think|reasoning_content|[.'\"]thinking")
 """Sign of a template that supports reasoning: it omits reasoning in earlier turns by design."""
 ARGUMENTS = ("chat_template_kwargs", "tools", "documents")
@@ -35,10 +41,27 @@ class Arguments(dict[str, Any]):
     """Arguments of a call that were JSON, where null is a value."""
 
 
+def check_names(columns: Sequence[str]) -> None:
+    """Raise ValueError if two columns have the same name."""
+    for name, count in Counter(columns).items():
+        if count > 1:
+            raise ValueError(f"{count} columns are called {name!r}; rename all but one")
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; ValueError if a name occurs twice."""
+    if len(table := dict(pairs)) < len(pairs):
+        check_names([name for name, _ in pairs])
+    return table
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_table)
+
+
 def decoded(value: Any) -> Any:
     """Return the table or the list in a JSON text; any other value unchanged."""
     with suppress(ValueError, RecursionError):
-        if isinstance(value, str) and isinstance(read := json.loads(value), dict | list):
+        if isinstance(value, str) and isinstance(read := JSON.decode(value), dict | list):
             return read
     return value
 
@@ -76,7 +99,7 @@ def normalised(message: Any) -> dict[str, Any]:
     if not isinstance(content, str | list) or not isinstance(role := plain.get("role"), str):
         told = reprlib.repr(message)
         raise ValueError(f"a message is not a table with `role` and `content` as text: {told}")
-    text_of(content)  # raises for images
+    content = content if text_of(content) else ""  # raises for images
     plain |= {"role": ROLES.get(role, role), "content": content}
     plain |= {THOUGHTS[0]: thoughts} if thoughts else {}
     calls = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -106,15 +129,32 @@ def with_names(messages: Sequence[Message]) -> Iterator[Message]:
         yield message if name is None else {"name": name, **message}
 
 
-def arguments_in(columns: Mapping[str, Any], template: str) -> dict[str, Any]:
+def variables(template: Any) -> set[str]:
+    """Return the names of the arguments that a chat template, or one of several, reads."""
+    every = template.values() if isinstance(template, Mapping) else [str(template)]
+    return set().union(*map(_variables, every)) - {"add_generation_prompt", "messages"}
+
+
+@cache
+def _variables(template: str) -> set[str]:
+    from jinja2 import Environment, TemplateError, meta  # here: scoring processes do not need it
+
+    reader = Environment(extensions=["jinja2.ext.loopcontrols"])
+    with suppress(TemplateError):  # rendering explains it
+        return meta.find_undeclared_variables(reader.parse(GENERATION.sub("", template)))
+    return set()
+
+
+def arguments_in(columns: Mapping[str, Any], template: Any) -> dict[str, Any]:
     """Return the chat template's arguments in a row; ValueError for an unknown one."""
+    known = variables(template)
     given = without_nulls(decoded(columns.get(ARGUMENTS[0]) or {}))
-    if not isinstance(given, dict) or not all(name in template for name in given):
+    if not isinstance(given, dict) or not given.keys() <= known:
         raise ValueError(f"{ARGUMENTS[0]} = {given!r}: the chat template has no such argument")
     for name in ARGUMENTS[1:]:
         value = decoded(columns.get(name))
         tables = [without_nulls(decoded(each)) for each in value] if isinstance(value, list) else []
-        if tables and name in template and all(isinstance(table, dict) for table in tables):
+        if tables and name in known and all(isinstance(table, dict) for table in tables):
             given[name] = list(map(_tool, tables)) if name == "tools" else tables
     return given
 
@@ -127,16 +167,17 @@ def _tool(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
-def unread(prompts: Sequence[Prompt], template: str, tools: Any) -> list[str]:
+def unread(prompts: Sequence[Prompt], template: Any, tools: Any) -> list[str]:
     """Return the columns that look as if they control how a row is rendered, but do not.
 
     None of them do if a prompt is text, or the task has `tools`.
     """
     found: set[str] = set()
+    names = CONVENTIONS | variables(template)
     for prompt in prompts:
         is_chat = tools is None and not isinstance(prompt.text, str)
         read = {ARGUMENTS[0], *arguments_in(prompt.columns, template)} if is_chat else set()
-        for name in CONVENTIONS.intersection(prompt.columns) - read - found:
+        for name in names.intersection(prompt.columns) - read - found:
             value = decoded(prompt.columns[name])
             shown = repr(value)[1:-1] if isinstance(value, str | list) else str(value)
             if value not in (None, "", [], {}) and shown not in repr(prompt.text):
@@ -154,12 +195,13 @@ def render(
     it shows the most is used. ValueError if it rejects all forms, or leaves out a part of a message
     whose role is in `checked`.
     """
-    if messages[-1] == {"role": "assistant", "content": ""}:  # a turn that has not begun
-        messages = messages[:-1]
     chat: list[Message] = []
     for place, message in enumerate(messages, 1):
         with about(f"message {place}"):
             chat.append(normalised(message))
+    has_begun = any(map(chat[-1].get, CONTENT[1:])) or text_of(chat[-1]["content"]).strip()
+    if chat[-1]["role"] == "assistant" and not has_begun:
+        chat.pop()
     chat = list(with_names(chat))
     shown: list[tuple[list[tuple[int, str]], str]] = []
     refusals = []
@@ -204,13 +246,10 @@ def _lost(
 
     given = []
     for place, message in enumerate(chat):
-        said = ("content", "tool_calls", THOUGHTS[0], *["name"] * (message["role"] != "tool"))
+        said = (*CONTENT, *["name"] * (message["role"] != "tool"))
         own = {key: marked(message[key], place, key) for key in said if key in message}
         given.append(form({**message, **own}))
-    try:
-        text = _rendered(tokenizer, given, options)
-    except Exception:  # it depends on the contents
-        return []
+    text = _rendered(tokenizer, given, options)
     has_parts = any(isinstance(message["content"], list) for message in given)
     if (has_parts and AS_JSON.search(text)) or "\\ufdd1'" in text:
         raise ValueError("it shows a list or a table as code")
@@ -240,9 +279,7 @@ def _as_text(message: Message) -> Message:
 
 
 def _as_parts(message: Message) -> Message:
-    content = message["content"]
-    is_text = isinstance(content, str)
-    return {**message, "content": [{"type": "text", "text": content}] if is_text else content}
+    return {**message, "content": [{"type": "text", "text": text_of(message["content"])}]}
 
 
 def _as_json(message: Message) -> Message:

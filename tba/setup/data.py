@@ -73,7 +73,7 @@ def read_prompts(
     used = [*prompts, *held_out]
     is_cut = task.program is not None  # the program reads the row
     tokens = text.encode_all(used, config.sampling.max_tokens, encode, is_cut)
-    for name in unread(() if is_cut else used, str(text.tokenizer.chat_template), task.tools):
+    for name in unread(() if is_cut else used, text.tokenizer.chat_template, task.tools):
         told = "the column %r is not in the prompt; name it in task.prompt, or rename it"
         log.warning(told, name)
     together = list(zip(used, tokens, strict=True))

@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from io import StringIO
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tba.config.mistakes import about
+from tba.models.template import JSON, check_names
 
 Rows = list[dict[str, Any]]
 
@@ -97,18 +97,11 @@ def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
         except (TypeError, ValueError, RecursionError) as error:
             told = "%s: the column %r is left out: row %d: %s; convert it to text"
             logging.getLogger(__name__).warning(told, origin, name, len(column), error)
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    rows = [{name: columns[name][i] for name in columns} for i in range(len(table))]
     if not rows:
         raise ValueError(f"{origin} has no rows")
     require(origin, rows, required)
     return rows
-
-
-def check_names(columns: Sequence[str]) -> None:
-    """Raise ValueError if two columns have the same name."""
-    for name, count in Counter(columns).items():
-        if count > 1:
-            raise ValueError(f"{count} columns are called {name!r}; rename all but one")
 
 
 def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
@@ -117,7 +110,7 @@ def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
         if name not in table[0]:
             option = ", or set task.prompt_column" if name == "prompt" else ""
             raise ValueError(
-                f"{origin} has no column {name!r}; it has {', '.join(table[0])}."
+                f"{origin} has no column {name!r}; it has {', '.join(table[0]) or 'no columns'}."
                 f" Rename one to {name!r}{option}"
             )
 
@@ -189,16 +182,6 @@ def _from_lines(text: str) -> Rows:
             with about(f"line {number}"):
                 rows.append(JSON.decode(line))
     return rows
-
-
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; ValueError if a name occurs twice."""
-    if len(table := dict(pairs)) < len(pairs):
-        check_names([name for name, _ in pairs])
-    return table
-
-
-JSON = json.JSONDecoder(object_pairs_hook=_table)
 
 
 def from_arrow(table: Any) -> Rows:

@@ -16,8 +16,9 @@ from tba.config.plugins import Plugin, resolve
 from tba.config.schema import Config
 from tba.config.secrets import read_secrets
 from tba.config.tables import TaskTable
+from tba.models.template import check_names
 from tba.tasks import Task
-from tba.tasks._data import Rows, check_names, checked, from_arrow
+from tba.tasks._data import Rows, checked, from_arrow
 
 Functions = tuple[Callable[..., Any], ...]
 

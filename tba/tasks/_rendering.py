@@ -8,6 +8,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -28,6 +29,13 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 """Beginning of a text with chat messages as JSON, or as a Python literal."""
 
 
+def _is_chat(value: Any) -> bool:
+    """Return whether a JSON value is a list of messages."""
+    tables = [{*m} for m in value if isinstance(m, dict)] if isinstance(value, list) else []
+    is_said = all("role" in table or table >= {"from", "value"} for table in tables)
+    return bool(tables) and is_said and len(tables) == len(value)
+
+
 def columns_of(template: str) -> list[str]:
     """Return the columns that a template requires."""
     return [column for _, column in PLACEHOLDER.findall(template) if NAME.fullmatch(column)]
@@ -44,7 +52,8 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
         if literal is not None:
             return f"{{{literal}}}"
         value = row.get(column)
-        if not isinstance(value, str | int | float) or value != value:  # NaN
+        is_number = isinstance(value, int) or (isinstance(value, float) and isfinite(value))
+        if not isinstance(value, str) and not is_number:
             raise ValueError(
                 f"column {column!r} is {value!r}, neither text nor a number; the row"
                 f" has {', '.join(row)}. Remove it, or write {{{{{column}}}}} if you mean no column"
@@ -99,7 +108,7 @@ class Rendering:
         for i, row in enumerate(table):
             with about(f"prompt '{split}-{i}'"):
                 whole = row.get(self.prompt[1:-1])
-                if isinstance(whole, str) and MESSAGES.match(whole):
+                if isinstance(whole, str) and (MESSAGES.match(whole) or _is_chat(decoded(whole))):
                     whole = decoded(whole)
                     if isinstance(whole, str):
                         raise ValueError("chat messages in a text must be JSON; use json.dumps")

@@ -8,8 +8,8 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from tba.models.template import arguments_in, render
-from tba.prompt import Message
+from tba.models.template import arguments_in, render, unread
+from tba.prompt import Message, Prompt
 
 CHATML = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
@@ -61,6 +61,11 @@ NAMED = (
     "{% for m in messages %}<{{ m.role }} {{ m.name or m.tool_calls[0].function.name }}>"
     "{{ m.content }}{% endfor %}"
 )
+
+CODE = "{% for m in messages %}<{{ m.role }}>{{ (m.content | string).strip() }}{% endfor %}"
+"""Shows parts as code, and drops spaces at both ends, as Llama 3.1 and Nemotron do."""
+TOOLED = CHATML.replace("m.role", "m.role + (m.tools or '')")
+"""Shows the tools of a message, as Phi-4-mini does."""
 
 
 def rendered(template: str, *messages: Any, **options: Any) -> str:
@@ -132,6 +137,19 @@ SHOWN: dict[str, tuple[str, list[Message], str]] = {
         NAMED, [user("1", name="Ann"), turn("", tool_calls=call("")), RESULT],
         "<user Ann>1<assistant add><tool add>2",
     ),
+    "begun in parts": (
+        CODE, [user("1"), turn([{"type": "text", "text": "2"}])], "<user>1<assistant>2"
+    ),
+    "two begun parts": (
+        PARTS, [user("1"), turn([{"type": "text", "text": "2"}] * 2)], "<user>1<assistant>22"
+    ),
+    "empty parts": (CODE, [user([{"type": "text", "text": ""}]), user("2")], "<user><user>2"),
+    "not begun": (CHATML, [user("1"), turn("", name=None, tool_calls=[])], "<user>1<assistant>"),
+    "begun with spaces": (CHATML, [user("1"), turn(" \n")], "<user>1<assistant>"),
+    "not begun in parts": (
+        CHATML, [user("1"), turn([{"type": "text", "text": ""}])], "<user>1<assistant>"
+    ),
+    "tools of a message": (TOOLED, [user("1", tools="[]")], "<user[]>1<assistant>"),
 }  # fmt: skip
 """A template, messages as data have them, and the prompt."""
 
@@ -154,6 +172,11 @@ LOST: dict[str, tuple[str, list[Message], str]] = {
     ),
     "thoughts": (CHATML, [turn("1", reasoning="1"), user("1")], "1 (assistant): *reasoning_"),
     "new thoughts": (DEEPSEEK, [user("1"), turn("1", thinking="1")], "2 (assistant): *reasoning_"),
+    "thoughts before parts": (
+        CODE, [user("1"), turn([{"type": "text", "text": "1"}], thinking="1")], "2 (assistant): *r"
+    ),
+    "refusal": (CHATML, [turn("", refusal="1"), user("1")], "1 (assistant): *refusal;"),
+    "tools of a message": (CHATML, [user("1", tools="[1]")], "1 (user): *tools;"),
     "name": (CHATML, [user("1", name="user")], "1 (user): *name;"),
     "end": (CHATML.replace("m.content", "m.content[:4]"), [user("1 1 1")], "1 (user): *content;"),
     "past": (CHATML.replace("messages", "messages[-1:]"), [user("1")] * 2, "1 (user): *content;"),
@@ -189,7 +212,32 @@ def test_columns_are_arguments_of_the_template(case):
     assert arguments_in(columns, "{{ think }}{{ tools }}{{ documents }}") == expected
 
 
-@pytest.mark.parametrize("wrong", [{"thinks": 1}, [1], '["think"]', "think", 5])
+KWARGS = "chat_template_kwargs"
+WRONG: list[Any] = [{"thinks": 1}, [1], '["think"]', "think", 5, {"thin": 1}, {"text": 1}, {"m": 1}]
+WRONG += [{"messages": []}, {"add_generation_prompt": False}, '{"think": 1, "think": 0}']
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_arguments_that_the_template_does_not_know_are_refused(wrong):
+    """Also those whose names only stand in its text, such as `thinking` in Qwen3's."""
+    template = CHATML + "a text{{ think }}"
     with pytest.raises(ValueError, match=r"chat_template_kwargs = .* has no such argument"):
-        arguments_in({"chat_template_kwargs": wrong}, "{{ think }}")
+        arguments_in({KWARGS: wrong}, template)
+
+
+KNOWN = {
+    "one of several": {"default": CHATML, "tool_use": "{{ think }}"},
+    "set": "{% if think is not defined %}{% set think = 1 %}{% endif %}{{ think }}",
+    "training": "{%- generation %}{{ think }}{% endgeneration -%}{% continue %}",
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_arguments_are_known_in_any_template(case):
+    assert arguments_in({KWARGS: {"think": 1}}, KNOWN[case]) == {"think": 1}
+
+
+def test_columns_called_like_arguments_are_named():
+    """Such as `date_string` in Llama 3.1, and `tools` where only messages have them."""
+    row = Prompt("p", [{"role": "user", "content": "1"}], {"think": True, "tools": [TOOL], "x": 1})
+    assert unread([row], TOOLED + "{{ think }}", None) == ["think", "tools"]

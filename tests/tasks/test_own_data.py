@@ -124,6 +124,13 @@ def test_text_chats_if_the_task_says_so(model, data):
         check(config(without, {**data, "chat": "yes"}))
 
 
+@pytest.mark.parametrize("prompt", ["1?", f"{BOS}1?"])
+def test_a_text_that_has_a_bos_gets_no_second_one(model, prompt):
+    """As rows have whose chats were rendered before."""
+    text = load_text(PolicyTable(model=model(bos=True)))
+    assert text.tokenizer.decode(text.encode(Prompt("0", prompt)).tolist()) == f"{BOS}1?"
+
+
 def test_arguments_of_the_chat_template(model):
     folder = model(CHAT)
     messages: list[Message] = [{"role": "user", "content": "Hi"}]

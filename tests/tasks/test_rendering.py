@@ -97,6 +97,10 @@ def test_messages_may_be_json():
     first, *others = Rendering(system_prompt="Add.").rendered("train", rows, [])
     assert first.text == [{"role": "system", "content": "Add."}, *messages]
     assert [p.text for p in others] == ['Add.\n\n[{"a": 1}]', "Add.\n\n[1]"]
+    named = [{"index": 0, "name": "Ann", **messages[0]}]
+    shared = [{"from": "human", "value": "1+1?"}]
+    read = Rendering().rendered("train", [{"prompt": json.dumps(x)} for x in (named, shared)], [])
+    assert [p.text for p in read] == [named, shared]
     with pytest.raises(ValueError, match=r"prompt 'train-0': chat messages in a text must be"):
         Rendering().rendered("train", [{"prompt": str(messages)}], [])
 
@@ -115,3 +119,5 @@ def test_mistakes_are_told():
     told = r"prompt 'train-0': column 'qestion' is None.* has question, answer, level\. "
     with pytest.raises(ValueError, match=told + r"Remove it, or write \{\{qestion\}\}"):
         texts(Sums(prompt="{qestion}"))
+    with pytest.raises(ValueError, match=r"column 'prompt' is -inf, neither text nor a number"):
+        Rendering().rendered("train", [{"prompt": float("-inf")}], [])

@@ -294,6 +294,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}],
         "message 1: arguments of a call of 'f' must be the JSON of a table",
     ),
+    "twice": (
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"x": 1, "x": 2}'}]}],
+        "message 1: arguments of a call of 'f' must be the JSON of a table",
+    ),
     "empty": ([], "is empty"),
 }
 
