@@ -25,20 +25,19 @@ from unicodedata import normalize
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from tba.agents.chat import Chat, response_text
+from tba.agents.chat import QUESTION, TURN, Chat, response_text
 from tba.agents.session import Session, readable, squeezed
 from tba.config.mistakes import about, choices
 from tba.config.schema import Config
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer, load_text
-from tba.models.template import text_of
+from tba.models.template import JSON, text_of
 from tba.prompt import Message, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import chosen
 from tba.runs.folder import read_config
 from tba.scoring.verdicts import LARGEST
 from tba.setup.setup import RunSetup
-from tba.tasks._data import JSON
 from tba.types import SAMPLED, Completion, Group, marks_of
 
 log = logging.getLogger(__name__)
@@ -249,11 +248,16 @@ def _of_messages(
     trained = [i for i in own if messages[i].get("weight") != 0]
     if not trained or any(place - 1 in (-1, *own) for place in own):
         raise ValueError("it needs assistant messages, each after a message of another role")
+    chat.rendered(messages[: trained[-1]])  # raises if the template leaves out a message
     texts = _contents(messages[: trained[-1]])
     finished = row.get("finished", True)
+    opening = _opening(text)
     for place in trained:
         asked = session.ask(messages[:place], chat)
         texts.append(chat.written(messages[place]))
+        if not all(name in texts[-1] for name in opening):
+            told = f"the chat template writes {', '.join(opening)} before a reply"
+            raise ValueError(f"{told}; write that into content as well, or give ids")
         turn = _turn(texts[-1], asked.context, text, finished or place != trained[-1])
         session.add(asked, turn, messages[place])
     return session.prompt, session.completion(len(session.prompt), finished), texts
@@ -283,23 +287,38 @@ def _of_text(row: Mapping[str, Any], text: Tokenizer) -> tuple[np.ndarray, Compl
     return prompt, completion, [*_contents(asked), row["completion"]]
 
 
+def _special(text: Tokenizer) -> dict[int, str]:
+    """Return all special tokens by their ids, also those without a role such as BOS."""
+    return {i: str(t) for i, t in text.tokenizer.added_tokens_decoder.items() if t.special}
+
+
+def _opening(text: Tokenizer) -> list[str]:
+    """Return the special tokens that the chat template writes between a prompt and a reply."""
+    reply = {"role": "assistant", "content": TURN}
+    asked, shown = (text.render(each, {}, ()) for each in (QUESTION, [*QUESTION, reply]))
+    head = shown.removeprefix(asked).partition(TURN)[0] if shown.startswith(asked) else ""
+    return [name for name in _special(text).values() if name in head]
+
+
 def _turn(written: str, context: np.ndarray, text: Tokenizer, finished: bool) -> Completion:
     """Tokenize a text that the policy wrote after a context, with one EOS if it is `finished`.
 
     It is tokenized together with the token before it: alone, some tokenizers add a leading space.
     """
+    is_open = text.tokenizer.decode(context[-9:].tolist()).rstrip().endswith("<think>")
+    if is_open and ("<think>" in written or (finished and "</think>" not in written)):
+        raise ValueError("its prompt opens <think>: it must close that, and not open it again")
     last = text.tokenizer.decode(context[-1:].tolist())
     texts = [last, last + written, written]
     begun, ids, alone = text.tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids = ids[len(begun) :] if ids[: len(begun)] == begun else alone
     end = ids[-1] if ids else None
     has_ended = end in text.eos_ids
-    special = set(text.tokenizer.all_special_ids)
+    special = _special(text)
     is_special = end in special and end != text.tokenizer.unk_token_id
     if (is_special or has_ended) and has_ended != finished:
         raise ValueError("it ends with EOS, but finished is false, or with another special token")
-    names = text.tokenizer.convert_ids_to_tokens([*special & {*ids}])
-    if "\ufffd" in written or any(name not in written for name in names):
+    if "\ufffd" in written or any(special.get(i, "") not in written for i in ids):
         raise ValueError("it contains U+FFFD (lost bytes), or text without a token; give ids")
     ids += [text.eos_id] * (finished and not has_ended)
     return Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), finished, 0)

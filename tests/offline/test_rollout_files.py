@@ -1,5 +1,6 @@
 """Logged rollouts: what a run wrote is read as it was, and what is broken is named."""
 
+import copy
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -21,8 +23,8 @@ from conftest import EOS, PAD
 from exact import toy_config
 from safetensors.torch import load_file
 from talk import dialogue_config, dialogue_model
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tba.agents.chat import response_text
@@ -168,6 +170,7 @@ ASKED = programs.user("x")
 TEXT = {"prompt": "x", "completion": "y", "reward": 1}
 TOKENS = {"prompt_ids": [5, 6], "ids": [7, 1], "reward": 1}
 CALL = {"function": {"name": "double", "arguments": [2]}}
+TWICE = {"function": {"name": "double", "arguments": '{"n": 1, "n": 2}'}}
 
 
 def chat(*messages: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -188,6 +191,7 @@ LEFT_OUT = {
         {**TEXT, "reward": True}, {**TEXT, "reward": float("nan")}, {**TEXT, "reward": 1e13},
         chat(said(5)), chat({**ASKED, "content": {"a": 1}}, said("y")), chat(said(None)),
         chat(said("", tool_calls=[CALL]), tools=[programs.DOUBLE]),
+        chat(said("", tool_calls=[TWICE]), tools=[programs.DOUBLE]),
     ),
     "keys": (
         {**TEXT, "score": 1}, {"prompt": "x", "completions": "y", "reward": 1},
@@ -234,6 +238,46 @@ def test_a_row_that_might_mean_something_else_is_left_out(kind, text, tmp_path, 
         with pytest.raises(ValueError, match="has no valid row"):
             print(row, read_rollouts(file, text))
         assert "rows are left out: row 1: " in caplog.messages[-1]
+
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+BEGINS = "{% if add_generation_prompt %}[assistant]{% endif %}"
+SHOWN = "{{ m.content }}"
+HEAD = PLAIN.replace(SHOWN, "{% if m.role == 'assistant' %}<mark>{% endif %}{{ m.content }}")
+FIRST = PLAIN.replace(SHOWN, "{{ m.content if loop.first or m.role != 'system' }}")
+LATE = {"role": "system", "content": "s"}
+OF_TEMPLATES = (
+    (HEAD + BEGINS, chat(said("y")), None),  # as gpt-oss and Command begin a reply
+    (HEAD + BEGINS, chat(said("<mark>y")), "<mark>y<eos>"),
+    (PLAIN + BEGINS + "<think>\n", chat(said("y")), None),  # as DeepSeek-R1 begins a reply
+    (PLAIN + BEGINS + "<think>\n", chat(said("<think>x</think>y")), None),
+    (PLAIN + BEGINS + "<think>\n", {**TEXT, "prompt": [ASKED]}, None),
+    (PLAIN + BEGINS + "<think>\n", chat(said("x</think>y")), "x</think>y<eos>"),
+    (PLAIN + BEGINS + "<think>\n", chat(said("x"), finished=False), "x"),
+    (PLAIN + BEGINS, chat(said("<think>x</think>y")), "<think>x</think>y<eos>"),
+    (PLAIN + BEGINS, {**TEXT, "completion": "y<mark>"}, None),  # special, but without a role
+    (FIRST + BEGINS, chat(said("y"), LATE, said("z")), None),
+    (PLAIN + BEGINS, chat(said("y"), LATE, said("z")), "y<eos>z<eos>"),
+)  # fmt: skip
+"""A chat template, a row, and what the policy sampled of it; None if that is not certain."""
+
+
+@pytest.mark.parametrize("case", range(len(OF_TEMPLATES)))
+def test_a_row_that_the_template_would_write_otherwise_is_left_out(case, text, tmp_path):
+    template, row, sampled = OF_TEMPLATES[case]
+    own = copy.deepcopy(text.tokenizer)
+    own.add_tokens([AddedToken("<mark>", special=True)])
+    own.chat_template = template
+    other = replace(text, tokenizer=own, vocabulary=len(own))
+    if sampled is None:
+        with pytest.raises(ValueError, match="has no valid row"):
+            print(read_rollouts(rows(tmp_path, row), other))
+        return
+    ((t,),) = [group.trajectories for group in read_rollouts(rows(tmp_path, row), other)]
+    assert own.decode(t.tokens[marks_of(t) == SAMPLED].tolist()) == sampled
 
 
 READ = (
