@@ -45,6 +45,8 @@ def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
             yield late, f"{name} = {number}", f"run.steps={least} or more"
         unused = t.decay_steps > 0 and t.schedule != "warmup_stable_decay"
         yield unused, "trainer.decay_steps", "trainer.schedule=warmup_stable_decay"
+        joins = c.runtime.address is not None and c.runtime.use != "ray"
+        yield joins, "runtime.address", "runtime.use=ray"
         rate = f"trainer.learning_rate = {t.learning_rate:g}"
         yield t.learning_rate >= 1, rate, "a number below 1, such as 1e-5"
         filled = c.replay.first_fill * c.sampling.samples

@@ -81,6 +81,7 @@ WRONG = {
     "trainer.learning_rate=1.0": "trainer.learning_rate = 1 needs a number below 1",
     "runtime.publish_every=201": "runtime.publish_every = 201 needs run.steps=201 or more",
     "policy.reset_reference_every=300": "reset_reference_every = 300 needs run.steps=300 or more",
+    "runtime.use=local runtime.address=auto": "runtime.address needs runtime.use=ray: set that, or",
     "replay.first_fill=5001": "replay.first_fill = 5001 needs replay.capacity=100020 or more",
 }
 
@@ -88,7 +89,7 @@ WRONG = {
 @pytest.mark.parametrize("setting", WRONG)
 def test_a_mistake_is_told_with_what_to_write(setting):
     with pytest.raises(ValueError, match=re.escape(WRONG[setting])):
-        load(None, [setting])
+        load(None, re.split(r" (?=runtime)", setting))
 
 
 def test_few_of_many_keys_are_told_and_where_all_are():
