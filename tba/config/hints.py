@@ -8,7 +8,7 @@ from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from tba.config.tables import PLUGGED, ConfigTables, Table
+from tba.config.tables import PLUGGED, ConfigTables, RuntimeTable, Table
 
 _OTHERS = tomllib.loads(Path(__file__).with_name("trl.toml").read_text("utf-8"))
 """Names of settings in other packages, as in docs/from_trl.md."""
@@ -63,12 +63,20 @@ def elsewhere(where: str, options: Collection[str] | None = None) -> str:
 
 def without_table(name: str, text: str) -> str:
     """Return a hint on what to write for `name=text` without a table; "" if that is unknown."""
+    if uses := uses_of(name):
+        return uses
     places = _places()
     if name not in places and (words := elsewhere(name)):
         return words
     close = difflib.get_close_matches(name, places, n=1)
     meant = [f"`{place}={text}`" for place in places[close[0]]] if close else []
     return f"did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def uses_of(name: str) -> str:
+    """Return the settings of `runtime.use`, for a text in place of the table; "" for others."""
+    uses = get_args(RuntimeTable.model_fields["use"].annotation) if name == "runtime" else ()
+    return " or ".join(f"`{name}.use={use}`" for use in uses)
 
 
 def _places() -> dict[str, list[str]]:

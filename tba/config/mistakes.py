@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -43,6 +44,11 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
     if all_of_them is not None and len(known) > FEW:
         return f"{nearest}; {all_of_them}"
     return f"{nearest}; known: {', '.join(known) or 'none'}"
+
+
+def relative_to(path: str | Path) -> str:
+    """Return, for a message, the folder that a path is relative to; "" if it is absolute."""
+    return "" if Path(path).expanduser().is_absolute() else f" in {Path.cwd()}"
 
 
 def refuse(mistakes: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.hints import NEAREST, elsewhere, inner_table
+from tba.config.hints import NEAREST, elsewhere, inner_table, uses_of
 from tba.config.mistakes import about, choices, explain, reason, together
 from tba.config.secrets import check_secrets, read_secrets
 from tba.config.tables import FILLED_IN, PLUGGED, ConfigTables, PluginTable, Positive, Table
@@ -342,7 +342,7 @@ def _explained(model: type[Table], error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         return reason(error)
     if error["type"] == "model_type":
-        hint = f"write a table, [{where}], with its keys"
+        hint = f"write {uses_of(where) or f'a table, [{where}], with its keys'}"
         if where in PLUGGED:
             hint = f"write the name of a plug-in, or a table, [{where}], with `use` and options"
         return f"{where} = {error['input']!r}: {hint}"

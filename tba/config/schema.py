@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from tba.config.hints import without_table
-from tba.config.mistakes import refuse, together
+from tba.config.mistakes import refuse, relative_to, together
 from tba.config.plugins import mistakes_in, resolved
 from tba.config.rules import broken, rules_of_processes, rules_of_sizes
 from tba.config.secrets import check_secrets
@@ -190,13 +190,16 @@ def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Read a TOML file; ValueError if it does not exist or is not TOML."""
+    """Read a TOML file; ValueError if it does not exist, is not TOML, or no study if it must be."""
     if not path.is_file():
-        raise ValueError(f"no such {what} file: {path}")
+        raise ValueError(f"no such {what} file: {path}{relative_to(path)}")
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
+        plain = tomllib.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+    if what == "study" and "grid" not in plain and plain.keys() & ConfigTables.model_fields:
+        raise ValueError(f"{path} is the config of a run, not a study; type `tba train {path}`")
+    return plain
 
 
 def read_json(path: Path) -> dict[str, Any]:

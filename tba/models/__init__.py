@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tba.config.mistakes import relative_to
+
 BUNDLED = Path(__file__).parent
 ATTENTION = {
     "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
@@ -24,8 +26,8 @@ def model_path(name: str, key: str = "policy.model") -> str:
         problem = "the folder has no config.json; give a folder that save_pretrained wrote"
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         problem = (
-            "no such folder; give one that save_pretrained wrote, or a name on the hub, such as"
-            " HuggingFaceTB/SmolLM2-135M-Instruct"
+            f"no such folder{relative_to(name)}; give one that save_pretrained wrote, or a name on"
+            " the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     else:
         return name

@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 
 from tba.agents.chat import QUESTION, TURN, Chat, response_text
 from tba.agents.session import Session, readable, squeezed
-from tba.config.mistakes import about, choices
+from tba.config.mistakes import about, choices, relative_to
 from tba.config.schema import Config
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer, load_text
@@ -79,7 +79,7 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
     Invalid rows are skipped, and listed in a warning. Raises ValueError if no row is valid.
     """
     if not file.is_file():
-        raise ValueError(f"replay.rollouts = {str(file)!r}: no such file")
+        raise ValueError(f"replay.rollouts = {str(file)!r}: no such file{relative_to(file)}")
     groups: dict[tuple[str, bytes], Group] = {}
     broken = []
     rows = samples = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.mistakes import about
+from tba.config.mistakes import about, relative_to
 from tba.models.template import JSON, check_names
 
 Rows = list[dict[str, Any]]
@@ -53,6 +53,8 @@ def rows(
                 raise ValueError(str(error.__cause__ or error)) from error
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         why = str(error).partition("\n")[0]
+        if is_local(source) and not Path(source).expanduser().exists():
+            why += relative_to(source)
         raise ValueError(
             f"{key} = {source!r} cannot be read: {why};"
             f" give a file ({', '.join(SUFFIXES)}), a folder of them, or a hub name"

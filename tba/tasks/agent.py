@@ -1,6 +1,7 @@
 """A user's program that calls the policy through an OpenAI-compatible endpoint."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from tba.config.mistakes import choices, relative_to
 from tba.config.tables import FILLED_IN, Finite, Positive
 from tba.tasks import Program
 from tba.tasks._data import Rows
@@ -57,7 +59,14 @@ class Agent(Custom):
         if not where or not name:
             raise ValueError(f"task.rollout = {self.rollout!r}: {ADVICE}")
         if where.endswith(".py") and not Path(where).expanduser().is_file():
-            raise ValueError(f"task.rollout = {self.rollout!r}: no such file: {where}")
+            told = f"task.rollout = {self.rollout!r}: no such file: {where}"
+            raise ValueError(told + relative_to(where))
+        if where.endswith(".py"):  # it is not run here: it may need the packages of task.python
+            source = Path(where).expanduser().read_text("utf-8")
+            functions = re.findall(r"^(?:async def|def|class) (\w+)", source, re.MULTILINE)
+            if not re.search(rf"\b{re.escape(name.partition('.')[0])}\b|import \*", source):
+                told = f"task.rollout = {self.rollout!r}: {where} has no function {name!r}"
+                raise ValueError(told + choices(name, functions))
         if self._interpreter is None:
             raise ValueError(f"task.python = {self.python!r}: no such program; give an interpreter")
         for package in ("starlette", "uvicorn"):

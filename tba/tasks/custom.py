@@ -19,7 +19,7 @@ from traceback import extract_tb
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tba.config.mistakes import masked
+from tba.config.mistakes import masked, relative_to
 from tba.config.plugins import JUDGES, check_options, resolve
 from tba.config.secrets import read_secrets
 from tba.config.tables import FILLED_IN, Count, Finite, PluginTable, Positive
@@ -348,7 +348,7 @@ def member(key: str, name: str) -> Callable[..., Any]:
         raise ValueError(f"{origin}: {ADVICE}{judge if is_model else ''}")
     path = Path(where).expanduser()
     if where.endswith(".py") and not path.is_file():
-        raise ValueError(f"{origin}: no such file: {path}; {ADVICE}")
+        raise ValueError(f"{origin}: no such file: {path}{relative_to(path)}; {ADVICE}")
     with _running(origin):
         if where.endswith(".py"):
             module = _from_file(path.resolve(), path.stat().st_mtime_ns)

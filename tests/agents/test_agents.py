@@ -317,7 +317,7 @@ def test_a_session_may_be_as_long_as_the_models_context(agent, model, tmp_path):
     [
         (["objective=ppo"], "needs values in the middle of a response"),
         (["task.python=/no/such/python"], "no such program"),
-        (["task.rollout=nothing.py:f"], "no such file"),
+        (["task.rollout=nothing.py:f"], "no such file: nothing.py in /"),
         (["task.rollout=f"], "write package.module:function"),
         (["task.env={{KEY='plain'}}"], "is a secret"),
         (["policy.model={}"], r"task.rollout: .*chat_template is not set"),

@@ -23,8 +23,11 @@ from tba.setup import checks
 OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.reward=score.py:f"
 
 MISTAKES = {
-    "train nowhere.toml": "no such config file: nowhere.toml",
+    "train nowhere.toml": "no such config file: nowhere.toml in /",
     "train broken.toml": "broken.toml: ",
+    "train runtime=slurm": "write `table.key=value`, `runtime.use=local` or `runtime.use=ray`",
+    "train policy.lora.rank=8": "rank is policy.lora.r here",
+    "train trainer.warmup_ratio=0.1": "is trainer.warmup_steps, as ratio x run.steps here",
     "train trainer.lr=1": "unknown key 'trainer.lr'",
     "train run.epochs=inf": "run.epochs = inf: Input should be a finite number",
     "train run.steps": "write `table.key=value`",
@@ -48,7 +51,7 @@ MISTAKES = {
     "train run.folder=used": "holds a run",
     "train run.folder=\udce9": "its name is not UTF-8",
     "train run.folder=rows.jsonl": "rows.jsonl' cannot be used as a folder",
-    "train policy.model=./nowhere": "no such folder",
+    "train policy.model=./nowhere": "no such folder in /",
     "train policy.model=bundled:sums": "no such bundled model",
     "train policy.model=no_tokenizer": "no tokenizer",
     "train objective=grop": "did you mean 'grpo'?",
@@ -60,16 +63,18 @@ MISTAKES = {
     "train engine.dtype=fp16": "engine.dtype = 'fp16': Input should be 'auto'",
     "train policy.model=bundled:arithmetic task=custom task.reward=score.py:f": "task.data is",
     "train task=gsm8k task.data=./nowhere": "policy.model is missing",
-    f"train {OWN} task.data=nowhere.jsonl": "No such file or directory: 'nowhere.jsonl'",
+    f"train {OWN} task.data=nowhere.jsonl": "No such file or directory: 'nowhere.jsonl' in /",
     f"train {OWN} task.data=score.py": "its suffix is '.py'",
     f"train {OWN} task.prompt_column=question": "no column 'question'",
     f"train {OWN} task.held_out_size=16": "has only 9 rows",
-    f"train {OWN} task.reward=nowhere.py:f": "no such file: nowhere.py",
+    f"train {OWN} task.reward=nowhere.py:f": "no such file: nowhere.py in /",
+    f"train {OWN} task=agent task.rollout=score.py:g": "score.py has no function 'g'; known: f",
     f"train {OWN} task.reward=score.py:g": "score.py has no function 'g'",
     f"train {OWN} task.reward=score": "write package.module:function",
     f"train {OWN} task.reward=./score:f": "write package.module:function or file.py:function",
     f"train {OWN} task.reward=score.py:f:g": "write package.module:function or file.py:function",
     "sweep nowhere.toml": "no such study file: nowhere.toml",
+    "sweep run.toml": "run.toml is the config of a run, not a study; type `tba train run.toml`",
     "sweep broken.toml": "broken.toml: ",
     "sweep broken.toml --trainer.batch_size=4": "type `trainer.batch_size=4`",
     "eval nowhere": "a model needs a config with [task]",
@@ -96,6 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., P
     (made / "rows.jsonl").write_text(rows)
     (made / "score.py").write_text("def f(completions, **columns): return [0.0] * len(completions)")
     (made / "broken.toml").write_text("run = [\n")
+    (made / "run.toml").write_text("[run]\nsteps = 5\n")
     (made / "study.toml").write_text("[study]\nbase = 'run.toml'\n[[grid]]\nname = 'x'\n")
     (made / "no_tokenizer").mkdir()
     (made / "no_tokenizer" / "config.json").write_text("{}")
@@ -179,7 +185,7 @@ def test_mistakes_are_told_without_torch(folder):
     data = [f"train {OWN} {key}" for key in ("task.data", "task.prompt_column", "task.held_out")]
     late = ("eval nowhere task=arithmetic", "train objective.b", "train engine.dtype=fp16", *data)
     late += ("train --dry-run --gpus", "train trainer.lr", "train run.epochs", "train Run.steps")
-    late += ("train task.train_size",)
+    late += ("train task.train_size", "train policy.lora", "train trainer.warmup")
     commands = [command for command in MISTAKES if not command.startswith(late)]
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, input="\n".join(commands), text=True,
