@@ -101,6 +101,7 @@ class TaskTable(PluginTable):
     """The task by name, with its options; with rows from Python, it is `custom` by default."""
 
     use: str = "arithmetic"
+    allow_loss: Share = key(0.01, "largest share of prompts that may be lost: docs/tasks.md")
 
 
 class RunTable(Table):

@@ -73,6 +73,13 @@ class Tokenizer:
             )
         return np.asarray(ids, np.int32)
 
+    def loses(self, prompt: Prompt, tokens: np.ndarray) -> bool:
+        """Return whether a prompt has an unknown token or a pad token that nobody wrote."""
+        own = self.tokenizer
+        lost = {own.unk_token_id, own.pad_token_id} - {None, own.bos_token_id, *self.eos_ids}
+        names = own.convert_ids_to_tokens([each for each in lost if each in tokens])
+        return any(name not in f"{prompt.text}{own.chat_template}" for name in names)
+
     def check_known(self, tokens: np.ndarray, what: str) -> None:
         """Raise ValueError if the model has no embedding for a token; `what` names its source."""
         worst = int(np.max(tokens, initial=0))

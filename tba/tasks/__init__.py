@@ -137,7 +137,7 @@ class Task(Scorer):
 
     @abstractmethod
     def held_out(self) -> Sequence[Prompt]:
-        """Return the prompts to evaluate on; none of them is among `prompts()`."""
+        """Return the prompts to evaluate on; equal ones in `prompts()` are not trained on."""
 
     def measures(self) -> Mapping[str, Scorer]:
         """Return further scores of held-out answers by metric, such as `win_rate`.

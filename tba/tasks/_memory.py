@@ -54,7 +54,7 @@ class InMemoryData:
                 raise ValueError(
                     f"both task.{option} = {value!r} and {option}= are given; drop one"
                 )
-        table = TaskTable(use="custom", **(task.options | files))
+        table = TaskTable(**task.model_dump() | {"use": "custom"} | files)
         return config.model_copy(update={"task": table})
 
     def write(self, run: Path, is_new: bool) -> None:

@@ -6,8 +6,9 @@ A prompt comes from a template or chat messages, optionally after solved example
 import logging
 import re
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -84,6 +85,10 @@ class Rendering:
     limit."""
     drop_duplicates: bool = False
     """Keep only the first row of each prompt, and do not train on held-out prompts."""
+    left_out: Counter[tuple[str, str]] = field(
+        default_factory=Counter, init=False, repr=False, compare=False
+    )
+    """Numbers of rows that are in no prompt, by split and reason."""
 
     def __post_init__(self) -> None:
         if not any(column for _, column in PLACEHOLDER.findall(self.prompt)):
@@ -93,19 +98,23 @@ class Rendering:
             )
 
     def rendered(
-        self, split: str, table: Rows, training: Rows, columns: Sequence[str] | None = None
-    ) -> list[Prompt]:
+        self, split: str, table: Rows, training: Rows, columns: Sequence[str] | None = None,
+        most: int | None = None,
+    ) -> list[Prompt]:  # fmt: skip
         """Return a prompt for each row, except rows whose question is in an example.
 
         The first `training` rows are the examples. Prompts keep `columns`, by default all except
-        `prompt`.
+        `prompt`. Reading ends after `most` prompts.
         """
         examples = training[: self.shots]
         turns = [(fill(self.prompt, row), fill(self.shot_response, row)) for row in examples]
         shown = {question for question, _ in turns}
-        prompts = []
+        prompts: list[Prompt] = []
         is_plain = False
+        repeats = -len(turns) if table is training else 0  # the examples themselves are asked for
         for i, row in enumerate(table):
+            if len(prompts) == most:
+                break
             with about(f"prompt '{split}-{i}'"):
                 whole = row.get(self.prompt[1:-1])
                 if isinstance(whole, str) and (MESSAGES.match(whole) or _is_chat(decoded(whole))):
@@ -114,6 +123,7 @@ class Rendering:
                         raise ValueError("chat messages in a text must be JSON; use json.dumps")
                 question = whole if isinstance(whole, list) else fill(self.prompt, row)
                 if isinstance(question, str) and question in shown:
+                    repeats += 1
                     continue
                 if isinstance(question, list) and turns:
                     raise ValueError("task.shots is for prompts that are text; remove it")
@@ -122,6 +132,7 @@ class Rendering:
             names = (*columns, *ARGUMENTS) if columns else row.keys() - {"prompt"}
             kept = [name for name in row if name in names]
             prompts.append(Prompt(f"{split}-{i}", text, {name: row[name] for name in kept}))
+        self.left_out[split, "are shown in an example (task.shots), and left out"] = repeats
         if prompts and not is_plain and self.chat in (True, "on"):
             log.warning("task.chat has no effect: the prompts are chat messages already; remove it")
         return prompts
@@ -167,7 +178,7 @@ class Splits(Rendering, Task):
 
     def prompts(self) -> Sequence[Prompt]:
         table = self.read("task.data", self.data, "train")
-        return self.rendered("train", table, table, self.kept)[: self.train_size]
+        return self.rendered("train", table, table, self.kept, self.train_size)
 
     def held_out(self) -> Sequence[Prompt]:
         if self.held_out_data is None:
@@ -175,7 +186,7 @@ class Splits(Rendering, Task):
         else:
             table = self.read("task.held_out_data", self.held_out_data, self.test)
         training = self.read("task.data", self.data, "train") if self.shots else []
-        return self.rendered(self.test, table, training, self.kept)[: self.held_out_size]
+        return self.rendered(self.test, table, training, self.kept, self.held_out_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ class Array(Protocol):
 
 def sources_of(config: Config, functions: Functions | None) -> dict[str, str]:
     """Return a digest of each option that affects the rewards of a run, by key."""
-    sources = dict(_digests("task", config.task.model_dump(), True))
+    sources = dict(_digests("task", config.task.model_dump(exclude={"allow_loss"}), True))
     sources["sampling.truncated"] = digest(config.sampling.truncated)
     if functions is not None:
         sources["task.reward"] = digest(_meaning(functions, {}))

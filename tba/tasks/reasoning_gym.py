@@ -21,7 +21,7 @@ class ReasoningGym(Rendering, Task):
     """Questions of one of Reasoning Gym's generators, and its scorer.
 
     Generates `size` questions. The first `held_out_size` are held out; the others are trained on,
-    unless they are also held out. Repeated questions are kept.
+    unless they are also held out (`task.allow_loss`). Repeated questions are kept.
     https://github.com/open-thought/reasoning-gym
     """
 
@@ -100,13 +100,7 @@ class ReasoningGym(Rendering, Task):
         with np.printoptions(legacy="1.25"):  # 3, not np.int64(3)
             table = [{**entry, "entry": repr(entry)} for entry in entries]
         held_out = table[: self.held_out_size]
-        seen = {row["question"] for row in held_out}
-        train = [row for row in table if row["question"] not in seen]
-        if not train:
-            raise ValueError(
-                f"task.held_out_size = {self.held_out_size}: {self.generator} has no other"
-                " questions to train on; lower it, raise task.size, or widen task.options"
-            )
+        train = table[self.held_out_size :]
         prompts = self.rendered("train", train, train, ["entry"])
         return prompts, self.rendered("held-out", held_out, train, ["entry"])
 

@@ -80,7 +80,8 @@ def fakes(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         rows.append({"question": asked, "problem": asked, "answer": str(2 * i)})
     for split, own in (("train", rows[:24]), ("test", rows[24:])):
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    return [f"policy.model={model}", f"task.data={data}", "eval.prompts=16"]
+    # the tokenizer has no token for two line ends
+    return [f"policy.model={model}", f"task.data={data}", "eval.prompts=16", "task.allow_loss=1"]
 
 
 def settings_of(name: str, fakes: list[str]) -> list[str]:

@@ -108,9 +108,14 @@ def test_prompts_that_are_trained_on_are_left_out_with_a_warning(
     """Of 104 to 111, the run trains on 104 and 105, and holds 106 and 107 out."""
     settings = custom(files, f"eval.sets.mixed.held_out_data={files}/mixed.jsonl")
     settings += ["eval.sets.mixed.held_out_size=8", "eval.prompts="]
+    settings.append("task.allow_loss=0.01")
+    told = "2 of 8 eval.sets.mixed prompts are trained on, and left out"
+    with pytest.raises(ValueError, match=f"{told}, more than task.allow_loss"):
+        check(config(tiny_model, tmp_path / "run", *settings))
+    settings[-1] = "task.allow_loss=0.25"
     parts = check(config(tiny_model, tmp_path / "run", *settings))
     assert [p.text for p in parts.sets["mixed"].prompts] == [f"{i}+1=" for i in range(106, 112)]
-    assert "eval.sets.mixed: 2 of 8 prompts are trained on, and left out" in caplog.text
+    assert told in caplog.text
 
 
 WRONG = {

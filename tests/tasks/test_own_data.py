@@ -232,7 +232,7 @@ def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, cap
     rows = [{"question": text, "solution": str(i)} for i, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = model()
-    assert len(check(config(folder, {**data, "held_out_size": 3})).prompts) == 4
+    assert len(check(config(folder, {**data, "held_out_size": 3})).prompts) == 4  # one is lost
     assert "1 of 5 training prompts are also held out, and not trained on" in caplog.text
     caplog.clear()
     parts = check(config(folder, {**data, "held_out_size": 3, "drop_duplicates": True}))
