@@ -24,7 +24,7 @@ from tba.config.secrets import check_secrets
 from tba.config.tables import PLUGGED, Table
 from tba.display import printable
 from tba.errors import RewardError, StepError
-from tba.runs.console import announce
+from tba.runs.console import announce, in_a_line
 from tba.runs.folder import Replay, is_full, is_run
 from tba.setup.checks import (
     check_config,
@@ -154,23 +154,20 @@ def plan_command(
     run: Annotated[Path | None, Option(metavar="RUN", help="Take rates of a finished run.")] = None,
     decode: Annotated[float | None, Option(help="Tokens per second of a searcher.")] = None,
     train: Annotated[float | None, Option(help="Tokens per second of the trainer.")] = None,
-    prompt: Annotated[float | None, Option(help="Tokens of the longest prompt.")] = None,
     response: Annotated[float | None, Option(help="Mean tokens of a response.")] = None,
     judge: Annotated[float | None, Option(help="Seconds that a search waits for rewards.")] = None,
     network: Annotated[float | None, Option(help="GB per second for weights.")] = None,
 ) -> None:
     """Estimate how many searchers keep the trainer busy, and what else to expect of a run."""
     config = placed(_config(settings or [], None))
-    from tba.setup.machine import planned_machine, this_machine
+    from tba.setup.machine import planned_machine
     from tba.tools.plan import plan
 
-    rates = {
-        "decode": decode, "train": train, "prompt": prompt, "response": response, "judge": judge,
-        "network": network,
-    }  # fmt: skip
-    given = {name: rate for name, rate in rates.items() if rate is not None}
-    machine = this_machine() if gpus is None else planned_machine(gpus)
-    print("\n".join(plan(config, machine, given, run)))
+    names = ("decode", "train", "response", "judge", "network")
+    rates = zip(names, (decode, train, response, judge, network), strict=True)
+    given = {name: rate for name, rate in rates if rate is not None}
+    planned = None if gpus is None else planned_machine(gpus)
+    print("\n".join(plan(config, planned, given, run)))
 
 
 @app.command("sweep", context_settings=PASS_ON)
@@ -220,6 +217,8 @@ def evaluate(
 
         scores = evaluate_model(model, config, completions)
     print(json.dumps(scores, indent=1))
+    told = f"evaluated {scores['model']} on {scores['prompts']} held-out prompts"
+    print(f"{told}: {in_a_line(scores)}", file=sys.stderr)
 
 
 @app.command("report")
@@ -250,7 +249,8 @@ def export_command(
     check_export(run, out, adapter)
     from tba.offline.eval import export
 
-    print(export(run, out, adapter, step))
+    what = "adapter" if adapter else "model"
+    print(f"exported the {what} of {run} to {export(run, out, adapter, step)}")
 
 
 @app.command()

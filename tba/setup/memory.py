@@ -23,6 +23,7 @@ from tba.learn.optimizer import MOMENTS
 from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
+from tba.runs.checkpoint import checkpoint_size
 from tba.setup.machine import Machine
 from tba.weights import PUBLISHED, trained
 
@@ -400,6 +401,9 @@ class MemoryEstimate:
         for (total, *listed), cards in alike.items():
             kind = "" if cards == ["host"] else f"GPU{'s' * (len(cards) > 1)} "
             lines += [f"{kind}{', '.join(cards)}: {total}", *listed]
+        lines.append(
+            f"a checkpoint has {size(checkpoint_size(self.config, self.trainer_sizes))} on disk"
+        )
         advice = self.advice()
         return [*lines, f"warning: {advice}" if advice else "the memory suffices"]
 

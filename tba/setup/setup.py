@@ -89,6 +89,10 @@ class RunSetup(Data):
         chats = held or any(not isinstance(prompt.text, str) for prompt in self.prompts)
         return endings(self.text, chats, self.config.sampling.stop)
 
+    def needs(self, machine: Machine) -> MemoryEstimate:
+        """Return the memory that the run needs on a machine."""
+        return MemoryEstimate.of(self.config, machine, len(self.extremes[1]))
+
     def by_part(self) -> dict[str, list[Prompt]]:
         """Return the training prompts by part of a mixture; other tasks have one part, ""."""
         parts: dict[str, list[Prompt]] = {}
@@ -200,7 +204,7 @@ def check(
     )
     setup.prompt_stream()  # raises if the selection cannot work
     if here:
-        needs = MemoryEstimate.of(setup.config, this_machine(), len(setup.extremes[1]))
+        needs = setup.needs(this_machine())
         needs.check()
         setup = replace(setup, config=needs.config)  # with a number as the token budget
     return setup

@@ -9,20 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tba.agents.chat import encoder
 from tba.agents.environment import open_all
 from tba.config.mistakes import FEW
 from tba.config.schema import Config
-from tba.display import size
-from tba.learn.trainer import SingleTrainer
 from tba.models.decoding import decode
 from tba.models.pretrained import computes_in_bf16
 from tba.offline.resumed import choose_resumed
 from tba.offline.rollouts import described, read_rollouts
 from tba.prompt import Answer, Prompt, passes
-from tba.runs.checkpoint import checkpoint_size
 from tba.runs.folder import Replay
 from tba.runs.generations import step_of
 from tba.runtime.placement import device_here
@@ -31,19 +26,18 @@ from tba.scoring.verdicts import Rejected, Verdict
 from tba.search.searcher import SearchSetup
 from tba.setup.checks import check_step
 from tba.setup.machine import Machine, this_machine
-from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import RunSetup, check
 from tba.tasks import Checks, Loads, Task
 from tba.tasks._rendering import Problems, Rendering
 from tba.tasks.custom import Custom
-from tba.types import collate_tokens
+from tba.tools.plan import measured_training, rates_of, time_of
 
 DUMMY = "dummy answer"
 NUMBER = "1"
 """Second answer to score, in addition to the dummy, when the right answer is unknown."""
 UNCHECKED = (
     "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
-    " that score, sessions, seconds a step"
+    " that score, sessions"
 )
 
 
@@ -59,6 +53,7 @@ def dry_run(
     `planned` for another machine, no weights are read.
     """
     setup = check(config, planned=planned)
+    given = config.task.options
     if resume is not None:
         generation, _ = choose_resumed(setup, resume, replay)
         check_step(step_of(generation), setup.config)
@@ -75,11 +70,15 @@ def dry_run(
         rewards = _scored(setup, search if planned is None else replace(search, sets={}), firsts)
     lines = []
     for (name, _), first, of_part in zip(by_part.items(), firsts, rewards, strict=True):
-        tokens = encoder(setup.text, setup.task.part(first)[1])(first)
-        where = f" of {name}" if name else ""
-        shown = decode(setup.text.tokenizer, tokens.tolist())  # with special tokens
-        lines += [f"first prompt{where}, {len(tokens)} tokens:", shown, *of_part]
-    if plain := [name for name, prompts in by_part.items() if _could_chat(setup, prompts[0])]:
+        if setup.task.program is None:  # a program makes its own
+            tokens = encoder(setup.text, setup.task.part(first)[1])(first)
+            where = f" of {name}" if name else ""
+            shown = decode(setup.text.tokenizer, tokens.tolist())  # with special tokens
+            lines += [f"first prompt{where}, {len(tokens)} tokens:", shown]
+        lines += of_part
+    if plain := [
+        name for name, prompts in by_part.items() if _could_chat(setup, prompts[0], given)
+    ]:
         keys = [f"task.parts.{name}.chat=on" if name else "task.chat=on" for name in plain]
         what = "prompts are plain text, but there is a chat template"
         lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
@@ -87,13 +86,11 @@ def dry_run(
     rollouts = setup.config.replay.rollouts
     if rollouts is not None and resume is None:
         lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
-    lines += [*setup.endings, _length(setup), *_memory(setup, planned)]
-    if planned is None:
-        # loads the policy, and checks its log-probs at the length of the longest sequence
-        trainer = setup.trainer(device_here())
-        _, task = setup.task.part(setup.prompts[0])
-        lines.append(_seconds(setup, trainer, len(encoder(setup.text, task)(setup.prompts[0]))))
-    else:
+    machine = planned or this_machine()
+    lines += [*setup.endings, _length(setup), *setup.needs(machine).lines()]
+    measured = measured_training(setup) if planned is None else {}
+    lines.append(time_of(setup.config, *rates_of(setup, machine, measured, {})))
+    if planned is not None:
         lines.append(f"not checked, because the run is planned for other machines: {UNCHECKED}")
     return setup.config.nested(), [*lines, f"config OK (dry run): {setup.counts}"]
 
@@ -126,7 +123,7 @@ def _key(key: str) -> str:
 
 
 def _held(setup: RunSetup) -> list[str]:
-    """Run one session, and return its calls, tokens, reward and duration."""
+    """Run one session; return its first context, and its calls, tokens, reward and duration."""
     started = time.perf_counter()
     device = device_here()
     bf16 = computes_in_bf16(setup.config.policy, device)
@@ -143,10 +140,14 @@ def _held(setup: RunSetup) -> list[str]:
         raise ValueError(f"one session was rejected ({verdict.reason}): {verdict.detail}")
     ((completion,),) = responses.completions
     given = len(responses.prompts[0]) + len(completion.tokens) - completion.length
+    end = next(iter(completion.restarts), None)
+    context = [*responses.prompts[0].tolist(), *completion.tokens[:end].tolist()]
     return [
+        "first conversation:",
+        decode(setup.text.tokenizer, context),  # with special tokens
         f"one session: {calls['agents/calls']} calls, {1 + calls['agents/forks']} contexts,"
         f" {completion.length} tokens sampled and {given} given, reward {float(verdict):g},"
-        f" {seconds:.1f} s (and {held - started:.1f} s to load)"
+        f" {seconds:.1f} s (and {held - started:.1f} s to load)",
     ]
 
 
@@ -160,9 +161,11 @@ def _loads(task: Task) -> bool:
     )
 
 
-def _could_chat(setup: RunSetup, prompt: Prompt) -> bool:
-    """Return whether a prompt is plain text although a chat template is available."""
-    _, task = setup.task.part(prompt)
+def _could_chat(setup: RunSetup, prompt: Prompt, given: Mapping[str, Any]) -> bool:
+    """Return whether a prompt is plain text for no `given` reason, and a chat template exists."""
+    part, task = setup.task.part(prompt)
+    if "chat" in (given["parts"][part] if part else given):
+        return False
     plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not task.program
     return plain and task.tools is None and setup.text.tokenizer.chat_template is not None
 
@@ -267,34 +270,4 @@ def _length(setup: RunSetup) -> str:
     return (
         f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
         f" {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used once"
-    )
-
-
-def _memory(setup: RunSetup, planned: Machine | None) -> list[str]:
-    """Return lines with the memory of each process, the checkpoint size, and a verdict."""
-    needs = MemoryEstimate.of(setup.config, planned or this_machine(), len(setup.extremes[1]))
-    written = f"a checkpoint has {size(checkpoint_size(setup.config, needs.trainer_sizes))} on disk"
-    *lines, verdict = needs.lines()
-    return [*lines, written, verdict]
-
-
-def _seconds(setup: RunSetup, trainer: SingleTrainer, prompt: int) -> str:
-    """Return a line with the duration of a step for prompts of `prompt` tokens."""
-    t = setup.config.trainer
-    length = setup.config.sampling.max_tokens
-    tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
-    responses = max(1, min(t.group_size, t.pass_tokens * t.group_size // tokens))
-    rng = np.random.default_rng(0)
-    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
-    took = 0.0
-    for size_of_row in (2, length):  # the first pass in a process is slow
-        rows = rng.integers(vocabulary, size=(responses, max(2, size_of_row)), dtype=np.int32)
-        batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
-        began = time.perf_counter()
-        trainer.policy.logp(batch).sum().backward()
-        took = time.perf_counter() - began
-    seconds = took * t.batch_size / responses
-    return (
-        f"time: about {seconds:.2g} s a step on {trainer.policy.device}, without search, if all"
-        f" responses have {length} tokens"
     )

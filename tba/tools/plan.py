@@ -3,26 +3,36 @@
 A closed-form model: search and training are two flows, and the slower one determines the step time.
 """
 
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean
 
-from tba.config.plugins import with_defaults
+import numpy as np
+
+from tba.agents.chat import encoder
+from tba.config.plugins import resolve
 from tba.config.schema import Config
+from tba.models.pretrained import computes_in_bf16
 from tba.runs.folder import METRICS, read, read_config
 from tba.runs.summary import Summary
-from tba.setup.machine import Machine
+from tba.runtime.placement import available_cores, device_here
+from tba.setup.machine import Machine, this_machine
 from tba.setup.memory import MemoryEstimate
+from tba.setup.setup import RunSetup, check
+from tba.types import collate_tokens
 from tba.weights import PUBLICATIONS
 
-INTAKE = 2000.0
-"""Groups per second that the process of the train loop can store."""
 FLOPS = {True: 150e12, False: 0.4e12}
 """Assumed useful FLOP/s of a trainer device, keyed by whether it is a GPU."""
-FAR = (64, 1024)
-"""Numbers of searchers to which the plan is extrapolated."""
+FIRST = 64
+"""Number of prompts from which lengths are estimated."""
+FEW = 32
+"""Most tokens of the responses by which the rate of an engine is measured."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +43,6 @@ class Rates:
     """Response tokens per second of a busy searcher, over all of its concurrent searches."""
     train: float
     """Response tokens per second of the trainer, over all of its devices."""
-    prompt: float
-    """Length of the longest prompt, in tokens."""
     response: float
     """Mean length of a response, in tokens."""
     judge: float
@@ -44,30 +52,32 @@ class Rates:
 
 
 def rates_of(
-    needs: MemoryEstimate, given: Mapping[str, float], run: Path | None
+    setup: RunSetup, machine: Machine, measured: Mapping[str, float], given: Mapping[str, float]
 ) -> tuple[Rates, dict[str, str]]:
-    """Return the rates and their origins: given, else measured in a finished run, else assumed.
-
-    Raises ValueError for a rate that is not positive, or a run that has not ended.
-    """
-    for name, value in given.items():
-        if not 0 <= value < inf or (value == 0 and name != "judge"):
-            raise ValueError(f"--{name} {value:g}: give a positive number")
-    c = needs.config
-    z = needs.sizes
+    """Return the rates and their origins: given, else measured, else assumed."""
+    c = setup.config
+    needs = setup.needs(machine)
     passes = 8 if c.policy.gradient_checkpointing else 6
-    speed = FLOPS[needs.machine.gpus > 0] * c.trainer.devices / (passes * z.parameters)
-    assumed = Rates(
-        decode=2000.0, train=speed, prompt=needs.prompt, response=c.sampling.max_tokens,
-        judge=0.0, network=1.0,
-    )  # fmt: skip
-    measured = {} if run is None else _measured(run)
-    origin = dict.fromkeys(asdict(assumed), "assumed")
+    speed = FLOPS[machine.gpus > 0] * c.trainer.devices / (passes * needs.sizes.parameters)
+    own = c.sampling.max_tokens * c.trainer.group_size
+    read = fmean(map(len, first_prompts(setup)))
+    read *= 1 if c.policy.share_prompt else c.trainer.group_size
+    assumed = {
+        "decode": 2000.0, "train": speed * own / (own + read), "response": c.sampling.max_tokens,
+        "judge": 0.0, "network": 1.0,
+    }  # fmt: skip
+    origin = dict.fromkeys(assumed, "assumed")
     origin |= dict.fromkeys(measured, "measured") | dict.fromkeys(given, "given")
-    return Rates(**asdict(assumed) | measured | dict(given)), origin
+    return Rates(**assumed | dict(measured) | dict(given)), origin
 
 
-def _measured(run: Path) -> dict[str, float]:
+def first_prompts(setup: RunSetup) -> list[np.ndarray]:
+    """Return the tokens of the first prompts, a sample of all."""
+    encode = encoder(setup.text, setup.task)
+    return [encode(prompt) for prompt in setup.prompts[:FIRST]]
+
+
+def measured_in(run: Path) -> dict[str, float]:
     """Return the rates of a finished run; `decode` includes time for rewards and the reference."""
     summary = Summary.read(run)
     before = read_config(run)
@@ -84,6 +94,63 @@ def _measured(run: Path) -> dict[str, float]:
         "response": response,
         "judge": 0.0,
     }
+
+
+def measured_training(setup: RunSetup) -> dict[str, float]:
+    """Return the rate of a trainer in this process, from a pass with responses of maximum length.
+
+    Loading it checks the log-probs of the policy at the length of the longest sequence.
+    """
+    trainer = setup.trainer(device := device_here())
+    t = setup.config.trainer
+    length = setup.config.sampling.max_tokens
+    prompt = round(fmean(map(len, first_prompts(setup))))
+    tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
+    responses = max(1, min(t.group_size, t.pass_tokens * t.group_size // tokens))
+    rng = np.random.default_rng(0)
+    vocabulary = trainer.policy.model.config.get_text_config().vocab_size
+    took = 0.0
+    for size_of_row in (2, length):  # the first pass in a process is slow
+        rows = rng.integers(vocabulary, size=(responses, max(2, size_of_row)), dtype=np.int32)
+        batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
+        began = time.perf_counter()
+        loss = trainer.policy.logp(batch).sum()
+        loss.backward()
+        loss.item()  # waits for a GPU
+        took = time.perf_counter() - began
+    ranks = 1 if device == "cpu" else t.devices
+    return {"train": ranks * responses * length / took}
+
+
+def measured_search(setup: RunSetup) -> dict[str, float]:
+    """Return the rate of an engine in this process, from the first tokens of a search."""
+    c = setup.config
+    device = device_here()
+    sampling = setup.search_setup().sampling
+    plugin = resolve("engines", "engine", c.engine.use, c.engine.options)
+    engine = plugin.build(
+        c.policy, setup.text, device, computes_in_bf16(c.policy, device), sampling
+    )
+    at_once = c.runtime.concurrent_searches if setup.engine.joins_batches else 1
+    prompts = list(islice(cycle(first_prompts(setup)), c.runtime.prompts_per_task * at_once))
+    tokens = min(sampling.max_tokens, FEW)
+    took = 0.0
+    with closing(engine):
+        for length in (1, tokens):  # the first call in a process is slow
+            began = time.perf_counter()
+            engine.generate(prompts, replace(sampling, max_tokens=length), c.run.seed)
+            took = time.perf_counter() - began
+    return {"decode": len(prompts) * sampling.samples * tokens / took}
+
+
+def time_of(config: Config, rates: Rates, origin: Mapping[str, str]) -> str:
+    """Return a line with the seconds for which a step trains."""
+    seconds = config.trainer.batch_size * rates.response / rates.train
+    shown = f"{seconds:.2g}" if seconds < 10 else f"{seconds:,.0f}"
+    return (
+        f"time: about {shown} s a step ({origin['train']}), without search, if responses"
+        f" have {rates.response:,.4g} tokens"
+    )
 
 
 @dataclass(frozen=True)
@@ -124,9 +191,7 @@ def forecast(config: Config, rates: Rates, published: float, searchers: int) -> 
     lag = at_once / each / step + (r.publish_every - 1) / 2 + sent / step + 0.5
     waits = 1 - needed / (found * step)
     bottleneck = "search" if searching > training else "training"
-    if found > INTAKE:
-        bottleneck = "intake of the driver"
-    elif r.use == "ray" and sent > r.publish_every * step:
+    if r.use == "ray" and sent > r.publish_every * step:
         bottleneck = "publication"
     return Forecast(
         searchers=searchers,
@@ -147,38 +212,50 @@ def groups_a_step(config: Config) -> float:
 
 
 def plan(
-    config: Config, machine: Machine, given: Mapping[str, float], run: Path | None
+    config: Config, planned: Machine | None, given: Mapping[str, float], run: Path | None
 ) -> list[str]:
-    """Return lines with the rates, the forecasts, and the memory of each process."""
+    """Return lines with the rates, the forecasts, and the memory of each process.
+
+    Without `planned`, this machine is meant, and rates are measured here unless a `run` has them.
+    Raises ValueError for a rate that is not positive, or a run that has not ended.
+    """
     if config.runtime.searchers == 0:
         raise ValueError("runtime.searchers = 0: a plan is for runs that search; set a number")
-    config = with_defaults(config)
-    needs = MemoryEstimate.of(config, machine, int(given.get("prompt", 512)))
-    rates, origin = rates_of(needs, given, run)
+    for name, value in given.items():
+        if not 0 <= value < inf or (value == 0 and name != "judge"):
+            raise ValueError(f"--{name} {value:g}: give a positive number")
+    measured = {} if run is None else measured_in(run)
+    setup = check(config, planned=planned)
+    c = setup.config
+    machine = planned or this_machine()
+    needs = setup.needs(machine)
+    if planned is None and run is None and not needs.advice():
+        measured = measured_search(setup) | measured_training(setup)
+    rates, origin = rates_of(setup, machine, measured, given)
     published = needs.trainer_sizes.published_bytes
-    own = forecast(config, rates, published, needs.searchers)
-    one = forecast(config, rates, published, 1)
-    training = own.step * (1 - own.trainer_waits)
-    lines = [f"{name} = {value:,.4g} ({origin[name]})" for name, value in asdict(rates).items()]
-    if config.runtime.use == "local" or config.runtime.lag is not None:
-        at_once = config.runtime.prompts_per_task * config.runtime.concurrent_searches
-        busy = ceil(groups_a_step(config) / at_once)
-        what = "search and training take turns; searchers that find a batch in one round"
-    else:
-        busy = ceil(groups_a_step(config) / (one.found * training))
-        what = "searchers that keep the trainer busy"
+    own = forecast(c, rates, published, needs.searchers)
+    # searchers that together find, while a step is trained, the groups that it needs
+    busy = ceil(groups_a_step(c) * own.searchers / (own.found * own.step * (1 - own.trainer_waits)))
     busy = max(1, busy)  # without a limit on reuse, one is always enough
-    lines.append(f"a step trains for {training:,.3g} s; {what}: {busy}")
-    for count in sorted({busy, own.searchers, *FAR}):
-        f = forecast(config, rates, published, count)
-        devices = config.trainer.devices + count * needs.each
-        hours = f", {devices * f.step * config.run.steps / 3600:,.3g} device-hours"
-        if config.run.epochs is not None:  # the steps depend on the data, which are not read
-            hours = ""
-        far = " (extrapolated)" if count in FAR else ""
+    room = _room(needs)
+    more = f", but the machine has room for {room}" if busy > room else ""
+    lines = [f"{name} = {value:,.4g} ({origin[name]})" for name, value in asdict(rates).items()]
+    lines += [time_of(c, rates, origin), f"searchers that keep the trainer busy: {busy:,}{more}"]
+    for count in sorted({own.searchers, min(busy, room), room if machine.gpus else 1}):
+        f = forecast(c, rates, published, count)
+        hours = (c.trainer.devices + count * needs.each) * f.step * c.run.steps / 3600
         lines.append(
-            f"searchers = {count:,}{far}: {f.step:,.3g} s a step, trainer waits"
+            f"searchers = {count:,}: {f.step:,.3g} s a step, trainer waits"
             f" {f.trainer_waits:.0%}, searchers wait {f.searchers_wait:.0%}, lag {f.lag:.1f} steps,"
-            f" up to {f.found:,.3g} groups/s{hours}; limited by {f.bottleneck}"
+            f" up to {f.found:,.3g} groups/s, {hours:,.3g} device-hours; limited by {f.bottleneck}"
         )
     return [*lines, *needs.lines()]
+
+
+def _room(needs: MemoryEstimate) -> int:
+    """Return the number of searchers for which the machine has GPUs, or else cores."""
+    c = needs.config
+    if c.runtime.use == "local" or c.runtime.address is not None:  # a cluster is not known here
+        return needs.searchers
+    free = (needs.machine.gpus - c.trainer.devices) // needs.each
+    return max(1, free if needs.machine.gpus else len(available_cores()) - 1)

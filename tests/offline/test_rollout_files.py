@@ -474,17 +474,30 @@ def test_a_dry_run_holds_one_session(config, tmp_path, monkeypatch):
     told = next(line for line in lines if line.startswith("one session"))
     counts = r"1 calls, 1 contexts, 3 tokens sampled and \d+ given, reward 2,"
     assert re.match(f"one session: {counts}", told)
+    assert lines[0] == "first conversation:" and "Say" in lines[1]
+    assert not any(line.startswith("first prompt") for line in lines)  # the program makes its own
 
 
 def test_a_model_is_served_for_a_program_to_be_written_against(model):
-    command = [sys.executable, "-m", "tba.cli", "serve", str(model), "sampling.max_tokens=5"]
+    command = [sys.executable, "-m", "tba.cli", "serve", str(model), "sampling.max_tokens=50"]
     served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert served.stdout is not None
         url = served.stdout.readline().split('"')[1]
         reply = programs.ask(url, [programs.user("Say 1")])
-        assert 0 < reply["usage"]["completion_tokens"] <= 5
+        assert 0 < reply["usage"]["completion_tokens"] <= 50
         assert re.match(r"call 1: \d+ \+ \d+ tokens, 1 contexts", served.stdout.readline())
+        options = {"stream": True, "temperature": 0}
+        with programs.post(url, [programs.user("Say 1")], **options) as stream:
+            events = stream.read().decode().split("\n\n")[:-2]
+        parts = [json.loads(event[6:])["choices"][0]["delta"] for event in events]
+        whole = programs.ask(url, [programs.user("Say 1")], temperature=0)
+        content = programs.said(whole)["content"]
+        assert "".join(part.get("content", "") for part in parts) == content
+        assert len([part for part in parts if part.get("content")]) > 1  # while it is sampled
+        tokens = {"stream": True, "logprobs": True}  # in one part, and its end
+        with programs.post(url, [programs.user("Say 1")], **tokens) as stream:
+            assert len(stream.read().decode().split("\n\n")[:-2]) == 2
         served.send_signal(signal.SIGINT)
         assert served.wait(30) == 0
     finally:

@@ -99,7 +99,8 @@ def test_the_dry_run_plans_for_other_gpus_without_weights(qwen, data, monkeypatc
     assert re.search(rf"^GPUs 0, 1: {used} rank of the trainer: .*weights 15\.2 GB", out, re.M)
     assert re.search(rf"^GPUs 2, 3: {used} searcher: .*engine 15\.2 GB", out, re.M)
     assert re.search(r"^host: \d+\.\d GB\n  all processes: ", out, re.M)
-    assert "\nthe memory suffices\nnot checked, because the run is planned" in out
+    assert re.search(r"^the memory suffices\ntime: about \S+ s a step \(assumed\)", out, re.M)
+    assert "\nnot checked, because the run is planned" in out
     status, out, _ = planned([*own, *BEFORE, "runtime.searchers=3"], monkeypatch, capsys)
     assert status == 0
     assert re.search(r"warning: GPU 0 needs 1\d\d\.\d GB of 80\.0 GB: set trainer\.devices", out)

@@ -83,7 +83,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     assert re.match(r"  trainer: weights [\d.]+ MB, gradients .*, activations [\d.]+ MB", memory[2])
     assert memory[-2:] == [memory[-2], "the memory suffices"]
     assert re.match(r"a checkpoint has [\d.]+ MB on disk", memory[-2])
-    assert re.match(r"time: about [\d.e-]+ s a step on cpu, without search", seconds)
+    assert re.match(r"time: about [\d.e-]+ s a step \(measured\), without search", seconds)
     calls = [call.split(maxsplit=1) for call in (tmp_path / "calls").read_text().splitlines()]
     assert [completions for _, completions in calls] == [str([text] * 2) for text in (DUMMY, "0")]
     assert not any(Path(f"/proc/{process}").exists() for process, _ in calls)
@@ -110,7 +110,7 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
     assert tables["task"]["chat"] == "on"
     assert not [line for line in told if line.startswith("note:")]
-    parts = {"a": {**plain.task.model_dump()}, "b": {**plain.task.model_dump()}}
+    parts = {name: {"use": "custom", **plain.task.options} for name in "ab"}
     mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "parts": parts})
     (told,) = [line for line in dry_run(mixed)[1] if line.startswith("note:")]
     assert told == f"{note}task.parts.a.chat=on and task.parts.b.chat=on use it"
@@ -210,7 +210,7 @@ def test_judges_are_loaded_and_called_as_in_a_run(config, make_classifier, tiny_
 
 
 def test_each_part_of_a_mixture_is_tried(config):
-    part = config("length").task.model_dump()
+    part = {"use": "custom", **config("length").task.options}
     parts = {"a": part, "b": {**part, "prompt": "{answer}+{prompt}"}}
     _, told = dry_run(config("length", task={"use": "mixture", "parts": parts}))
     value = f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
