@@ -1,6 +1,6 @@
 """Data types of the package, from a prompt to a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -43,6 +43,8 @@ class Turn:
     context: Int32[np.ndarray, " C"]
     sampling: Sampling
     seed: int
+    tell: Callable[[int], None] | None = None
+    """Called with each token as it is sampled, by engines that can."""
 
 
 class Response:

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from tba.agents.chat import Chat, check_stop
 from tba.agents.session import OpenSession, PendingReply, RequestContext, Session, Turns
-from tba.agents.wire import ChatRequest, RefusedError
+from tba.agents.wire import ChatRequest, RefusedError, TokenStream
 from tba.engines import Engine
 from tba.errors import EngineError, RewardError
 from tba.models.pretrained import Tokenizer
@@ -52,7 +52,10 @@ ENDED = "the session has ended, or there is none at this path"
 class Endpoint:
     """A server on 127.0.0.1, with its own event loop and thread."""
 
-    def __init__(self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0, streams: bool = False
+    ) -> None:
+        """Begin to serve; with `streams`, texts are sent while they are sampled."""
         from tba.agents.server import Listener, server
 
         self.turns = Turns(engine.complete, engine.joins_batches)
@@ -63,6 +66,7 @@ class Endpoint:
         self._text = text
         self._fixed = fixed or ("" if engine.explores else "the engine cannot sample so")
         self._config = engine.sampling
+        self._streams = streams
         self._sessions: dict[str, OpenSession] = {}
         self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
         self._socket = Listener()
@@ -130,12 +134,36 @@ class Endpoint:
         job = live.repeated(body, key != "", is_retry)
         if job is None:
             job = PendingReply(body)
+            whole = asked.tools or asked.logprobs or asked.return_token_ids
+            if self._streams and asked.stream and not whole:
+                return await self._stream(name, live, asked, job)
             job.task = asyncio.create_task(self._sampled(live, asked, job))
             live.jobs.append(job)
         if await _is_gone(request, job):
             return RefusedError(499, "the client has left").reply()
         if not key:  # nothing will request it again
             live.jobs = [each for each in live.jobs if each is not job]
+        return await self._response(name, live, asked, job)
+
+    async def _stream(
+        self, name: str, live: OpenSession, asked: ChatRequest, job: PendingReply
+    ) -> Any:
+        """Return a reply that is sent while it is sampled, or the whole if the engine cannot."""
+        from starlette.responses import StreamingResponse
+
+        stream = TokenStream(self._text, asked.stops or live.sampling.stop)
+        job.tell = stream.tell
+        job.task = asyncio.create_task(self._sampled(live, asked, job))
+        response = partial(self._response, name, live, asked, job)
+        if await stream.begins(job.task):
+            events = stream.events(asked, job.task, response)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return await response()
+
+    async def _response(
+        self, name: str, live: OpenSession, asked: ChatRequest, job: PendingReply, sent: str = ""
+    ) -> Any:
+        """Return the reply, or the part of it after the text that is `sent`."""
         try:
             context, turn = await job.task
         except asyncio.CancelledError:
@@ -143,7 +171,7 @@ class Endpoint:
         if name not in self._sessions:
             raise RefusedError(410, ENDED)
         if job.response is None:
-            job.response = live.respond(job, asked, context, turn)
+            job.response = live.respond(job, asked, context, turn, sent)
             self.counts["agents/calls"] += 1
         return job.response
 
@@ -171,7 +199,7 @@ class Endpoint:
                 )
                 raise RefusedError(400, told, "context_length_exceeded")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            reply = self.turns.sample(Turn(tokens, sampling, live.seed(job)))
+            reply = self.turns.sample(Turn(tokens, sampling, live.seed(job), job.tell))
         try:
             return context, await reply
         except Exception as error:

@@ -224,6 +224,7 @@ class PendingReply:
     number: int = 0
     waiting: int = 0  # connections
     response: Any = None
+    tell: Callable[[int], None] | None = None  # called with each token as it is sampled
 
 
 @dataclass(eq=False)
@@ -256,13 +257,14 @@ class OpenSession:
         return seed_of(self.search, Use.TURN, self.sample, job.number)
 
     def respond(
-        self, job: PendingReply, request: ChatRequest, asked: RequestContext, turn: Completion
-    ) -> Any:
-        """Record the reply to a request, and return the response."""
+        self, job: PendingReply, request: ChatRequest, asked: RequestContext, turn: Completion,
+        sent: str = "",
+    ) -> Any:  # fmt: skip
+        """Record the reply to a request, and return the response after the text that is `sent`."""
         given = asked.context, turn, request, request.stops or self.sampling.stop
         message = message_of(asked.chat, *given, asked.begun, job.number)
         self.session.add(asked, turn, message)
-        return completion(asked.chat.text, *given, message)
+        return completion(asked.chat.text, *given, message, sent)
 
 
 class Turns:

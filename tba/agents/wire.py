@@ -1,10 +1,12 @@
 """OpenAI's chat completions as JSON: requests and replies."""
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -98,6 +100,12 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
             if not isinstance(message.get("content"), kinds):
                 raise ValueError(f"messages.{place}.content must be a text or a list of parts")
 
+    @cached_property
+    def reply(self) -> dict[str, Any]:
+        """Fields that all parts of the reply share."""
+        name = f"chatcmpl-{secrets.token_hex(12)}"
+        return {"id": name, "created": int(time.time()), "model": self.model}
+
     @property
     def stops(self) -> tuple[str, ...]:
         return self.stop or ()
@@ -126,9 +134,12 @@ def message_of(
 
 def completion(
     text: Tokenizer, prompt: np.ndarray, turn: Completion, asked: ChatRequest, stop: Sequence[str],
-    message: Mapping[str, Any],
+    message: Mapping[str, Any], sent: str = "",
 ) -> Any:  # fmt: skip
-    """Return a reply in OpenAI's form, as JSON or as a stream with the message in one chunk."""
+    """Return a reply in OpenAI's form, as JSON or as a stream with the message in one chunk.
+
+    Earlier chunks have `sent` the beginning of its text.
+    """
     from starlette.responses import JSONResponse, Response
 
     reason = "tool_calls" if message.get("tool_calls") else "stop"
@@ -142,11 +153,7 @@ def completion(
         "completion_tokens": len(turn.tokens),
         "total_tokens": len(prompt) + len(turn.tokens),
     }
-    reply: dict[str, Any] = {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "created": int(time.time()),
-        "model": asked.model,
-    }
+    reply: dict[str, Any] = {**asked.reply}
     if asked.return_token_ids:
         reply["prompt_token_ids"] = prompt.tolist()
     if not asked.stream:
@@ -156,6 +163,8 @@ def completion(
     if "tool_calls" in message:
         calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
         message = {**message, "tool_calls": calls}
+    if sent:
+        message = {"content": message["content"][len(sent) :]}
     reply |= {"object": "chat.completion.chunk", "usage": None}
     # the end is a separate chunk, by which OpenAI's client knows that a call is complete
     begun = {**choice, "delta": message, "finish_reason": None}
@@ -165,6 +174,57 @@ def completion(
         parts.append({**reply, "choices": [], "usage": usage})
     stream = "".join(f"data: {event}\n\n" for event in [*map(json.dumps, parts), "[DONE]"])
     return Response(stream, media_type="text/event-stream")
+
+
+def chunk(asked: ChatRequest, delta: Mapping[str, str]) -> str:
+    """Return a part of a streamed reply."""
+    choice = {"index": 0, "delta": delta, "finish_reason": None}
+    more = {"object": "chat.completion.chunk", "usage": None, "choices": [choice]}
+    return f"data: {json.dumps(asked.reply | more)}\n\n"
+
+
+class TokenStream:
+    """Text of a reply while its tokens are sampled."""
+
+    def __init__(self, text: Tokenizer, stop: Sequence[str]):
+        self._text = text
+        self._stop = stop
+        self._tokens: list[int] = []
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+
+    def tell(self, token: int) -> None:
+        """Add a token; called by the thread of the engine."""
+        self._tokens.append(token)
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def begins(self, task: "asyncio.Task[Any]") -> bool:
+        """Wait for the first token, or for the end of `task`; return whether more will come."""
+        task.add_done_callback(lambda _: self._changed.set())
+        await self._changed.wait()
+        return not task.done()
+
+    async def events(
+        self, asked: ChatRequest, task: "asyncio.Task[Any]", rest: Callable[[str], Awaitable[Any]]
+    ) -> AsyncIterator[str]:
+        """Yield the text as it grows, and the `rest` of the reply after it."""
+        sent = ""
+        while not task.done():
+            self._changed.clear()
+            shown = self._shown()
+            if len(shown) > len(sent) and shown.startswith(sent):
+                role = {} if sent else {"role": "assistant"}
+                yield chunk(asked, {**role, "content": shown[len(sent) :]})
+                sent = shown
+            await self._changed.wait()
+        yield (await rest(sent)).body.decode()
+
+    def _shown(self) -> str:
+        """Return the text without an incomplete character or the beginning of a stop string."""
+        answer = self._text.answer(np.array(self._tokens, np.int32), False, self._stop)
+        text = answer.text if answer.finished else answer.text.rstrip(INCOMPLETE)
+        begun = [n for stop in self._stop for n in range(len(stop)) if text.endswith(stop[:n])]
+        return text[: len(text) - max(begun, default=0)]
 
 
 def _logprobs(text: Tokenizer, turn: Completion, stop: Sequence[str]) -> list[dict[str, Any]]:

@@ -102,9 +102,10 @@ class Transformers(Engine):
         completions: dict[int, Completion] = {}
         for contexts in _together(turns, self.text.context, self.batch_size):
             uniform = [[_uniform_of(turns[place]) for place in places] for places in contexts]
-            first = [turns[places[0]] for places in contexts]
+            prompts = [turns[places[0]].context for places in contexts]
+            taken = [turns[place] for place in chain(*contexts)]
             with self.lend(), self._precision():
-                batch = self._batch([turn.context for turn in first], uniform, first[0].sampling)
+                batch = self._batch(prompts, uniform, taken[0].sampling, taken)
             for place, completion in zip(chain(*contexts), chain(*batch), strict=True):
                 completions[place] = completion.shortened(turns[place].sampling.max_tokens)
         return [completions[place] for place in range(len(turns))]
@@ -145,10 +146,12 @@ class Transformers(Engine):
         prompts: Sequence[np.ndarray],
         uniform: Sequence[Sequence[np.ndarray] | np.ndarray],
         sampling: Sampling,
+        turns: Sequence[Turn] = (),
     ) -> list[list[Completion]]:
         """Sample responses to each prompt, with a sequence of uniform random numbers for each.
 
-        The length of the longest sequence is the maximum length of all responses.
+        The length of the longest sequence is the maximum length of all responses. Each token is
+        passed to its turn, if `turns` are given.
         """
         own = [torch.from_numpy(numbers) for group in uniform for numbers in group]
         chance = pad_sequence(own, True, 1.0).to(self.device)
@@ -169,6 +172,9 @@ class Transformers(Engine):
         rows = torch.arange(len(chance), device=self.device)
         eos = torch.tensor(sorted(self.text.eos_ids), device=self.device)
         while True:
+            if any(turn.tell for turn in turns):
+                running = ~drawn.ended(rows)
+                _tell(turns, rows[running].tolist(), chosen[running].tolist(), drawn.step)
             drawn.add(rows, chosen, logp)
             ends = torch.isin(chosen, eos)
             if sampling.stop:
@@ -280,6 +286,13 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
                 (left if full or not fits else taken).append(places)
             yield taken
             waiting = left
+
+
+def _tell(turns: Sequence[Turn], rows: list[int], tokens: list[int], step: int) -> None:
+    """Pass the tokens of these rows to their turns, up to the limits of the turns."""
+    for row, token in zip(rows, tokens, strict=True):
+        if (tell := turns[row].tell) and step < turns[row].sampling.max_tokens:
+            tell(token)
 
 
 def _uniform_of(turn: Turn) -> Float[np.ndarray, " T"]:
