@@ -83,7 +83,6 @@ Holder = tuple[Callable[[int], Any], Callable[[], None]]
 
 def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> Holder:
     """Return what holds the sessions of a search with a seed, and what ends it."""
-    from tba.agents.environment import Dialogues
     from tba.config.schema import load
     from tba.setup.setup import check
 
@@ -110,8 +109,7 @@ def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> H
     own = parts.prompts[-prompts:]
     sampling = searcher.setup.sampling
     if side in ("environment", "before"):
-        dialogues = Dialogues(searcher.engine, searcher.text, parts.task.tools)
-        return lambda seed: dialogues.hold(own, sampling, seed), searcher.close
+        return lambda seed: searcher.answer("", own, sampling, seed), searcher.close
     (agents,) = searcher.agents.values()
     return lambda seed: agents.hold(own, sampling, seed, 3600.0), searcher.close
 

@@ -3,12 +3,11 @@
 `Child("package.module:function", *arguments)` calls the function in a new process with its own
 session: Ctrl-C does not reach it, and a kill reaches its whole group. Standard input links the
 child to its parent. It carries only the arguments; when its other end closes, the parent has ended.
-To react, the function calls `kill_with_parent` (the kernel ends the group at once) or
+To react, the function calls `scoring.child.kill_with_parent` (the kernel ends the group at once) or
 `wait_for_parent` (in a thread, if it has other work). Further messages to a child need a separate
 descriptor, see `pass_fds`.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -29,9 +28,6 @@ MARK = "TBA_CHILD"
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a process to end."""
-
-STARTED = 0
-"""Number of the first reply from a child that answers calls."""
 
 # not multiprocessing, which would rerun the user's script and forbid the child to start processes
 CODE = """
@@ -142,34 +138,13 @@ def kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
-def kill_with_parent() -> None:
-    """In a child: have the kernel end the whole group when the parent ends.
-
-    When the parent's end of the link closes, the kernel sends the group a signal, which ends it
-    even while a function holds the GIL. On Linux it is SIGKILL, which cannot be ignored.
-    """
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # mask and ignored signals are inherited
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    link = _take_link()
-    fcntl.fcntl(link, fcntl.F_SETOWN, -os.getpgrp())  # negative: the whole group
-    if sys.platform == "linux":
-        fcntl.fcntl(link, fcntl.F_SETSIG, signal.SIGKILL)
-    # last: the signal may arrive as soon as this is set
-    fcntl.fcntl(link, fcntl.F_SETFL, os.O_ASYNC)
-
-
 def wait_for_parent() -> None:
     """In a child: return when the parent has ended."""
-    os.read(_take_link(), 1)
-
-
-def _take_link() -> int:
-    """Return the link, and leave standard input empty, also for processes started later."""
     link = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    os.dup2(nothing, 0)  # standard input is empty, also for processes started later
     os.close(nothing)
-    return link
+    os.read(link, 1)
 
 
 def clean_up_after_parent(mark: str, folder: str, parent: int) -> None:

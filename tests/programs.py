@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -402,7 +403,7 @@ def lingers(base_url: str, row: dict[str, Any]) -> float:
 class Doubles:
     """The tool as an environment."""
 
-    def reset(self, **row: Any) -> None:
+    def reset(self, **row: Any) -> str | None:
         pass
 
     def double(self, n: int) -> int:
@@ -412,3 +413,25 @@ class Doubles:
             n: a number
         """
         return 2 * n
+
+
+class Mortal(Doubles):
+    """Tools that end their process, each in its own way, and one that fills its memory."""
+
+    def reset(self, kind: str = "sound", **row: Any) -> str | None:
+        if kind == "vanishes":
+            os._exit(3)
+        self.lock = threading.Lock()  # cannot be pickled
+        return str(os.getpid()) if kind == "tells" else None
+
+    def freeze(self) -> None:
+        """Hold the interpreter lock."""
+        re.match(r"(a+)+$", "a" * 40 + "b")
+
+    def vanish(self) -> None:
+        """End the process."""
+        os._exit(3)
+
+    def grow(self) -> int:
+        """Take all memory."""
+        return len(bytes(10**11))

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tba.child import MARK, STOPS, Child, clean_up, kill_with_parent, wait_for_parent
+from tba.child import MARK, STOPS, Child, clean_up, wait_for_parent
+from tba.scoring.child import kill_with_parent
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""

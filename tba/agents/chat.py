@@ -67,7 +67,7 @@ class Chat:
     """JSON schema of each tool, by its name."""
 
     def __post_init__(self) -> None:
-        self.text.tokens(self._rendered(self.opening(Prompt("", "?"))))
+        self.text.tokens(self._rendered(self.described(QUESTION)))
         if not self.schemas:
             return
         if "?" not in self._after_turn(QUESTION, [{"role": "tool", "name": "f", "content": "?"}]):
@@ -84,8 +84,8 @@ class Chat:
         """True if the template itself describes the tools."""
         return self._rendered(QUESTION) != self._rendered(QUESTION, tools=False)
 
-    def opening(self, prompt: Prompt, observation: str = "") -> list[Message]:
-        """Return a prompt's messages with the tools; append an observation to the user's."""
+    def opening(self, prompt: Prompt, observation: str = "") -> Sequence[Message]:
+        """Return a prompt's messages; append an observation to the user's."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
         if not isinstance(prompt.text, str):
             messages = list(map(normalised, prompt.text))
@@ -94,7 +94,7 @@ class Chat:
             asked["content"] = [*asked["content"], {"type": "text", "text": observation}]
         elif observation:
             asked["content"] += observation
-        return self.described(messages)
+        return messages
 
     def described(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages, with the tools in the system message if the template lacks them."""
@@ -109,7 +109,7 @@ class Chat:
     def encode(self, prompt: Prompt, observation: str = "") -> np.ndarray:
         """Return the tokens of a prompt with the tools and an observation."""
         with about(f"prompt {prompt.id!r}"):
-            opening = self._as_shown(self.opening(prompt, observation))
+            opening = self._as_shown(self.described(self.opening(prompt, observation)))
             return self.text.tokens(self._rendered(opening, roles=None))
 
     def reply(
@@ -340,8 +340,9 @@ def encoder(text: Tokenizer, task: Task) -> Encode:
 
 def chat_of(text: Tokenizer, tools: Tools) -> Chat:
     """Return the chat with an environment's tools. Raises ValueError: see `Chat`."""
+    schemas = tools.schemas  # raises ValueError, which names the option
     with about("task.environment"):
-        return Chat(text, tools.schemas)
+        return Chat(text, schemas)
 
 
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -33,7 +32,6 @@ from tba.agents.chat import Chat, check_stop
 from tba.agents.session import OpenSession, PendingReply, RequestContext, Session, Turns
 from tba.agents.wire import ChatRequest, RefusedError, TokenStream
 from tba.engines import Engine
-from tba.errors import EngineError, RewardError
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import AgentProcess, EventLoop
@@ -265,7 +263,6 @@ class Agents:
         self._endpoint = Endpoint(engine, text, fixed)
         self._process = AgentProcess(program, max_memory, start_deadline)
         self._slots = asyncio.Semaphore(program.concurrency)
-        self._alone = asyncio.Lock()  # two sessions that each take all slots would wait forever
 
     def hold(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
@@ -310,12 +307,9 @@ class Agents:
             sample=sample,
             max_calls=self._program.max_calls,
         )
-        async with self._slots:  # given back before the second attempt, which takes all slots
+        async with self._slots:
             held = await self._attempt(row, begin, until)
-        if held is None:
-            async with self._alone, AsyncExitStack() as slots:
-                for _ in range(self._program.concurrency):
-                    await slots.enter_async_context(self._slots)
+            if held is None:
                 held = await self._attempt(row, begin, until, alone=True)
         assert held is not None
         return held
@@ -329,9 +323,6 @@ class Agents:
         url = self._endpoint.begin(begin(session))
         try:
             verdict = await self._process.run(url, row, until, alone)
-        except ChildProcessError as error:  # a restarted searcher may help later
-            kind = EngineError if self._process.worked else RewardError
-            raise kind(str(error)) from error
         finally:  # first: a late reply must not enter a session that is being read
             self._endpoint.end(url)
         if not session.exchanges and not isinstance(verdict, Rejected | None):

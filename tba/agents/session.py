@@ -35,8 +35,6 @@ IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change its content."""
 REPLY = ("role", "content", "tool_calls")
 """Keys of a reply that are compared; clients add others."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of messages; chat templates silently drop others."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +130,29 @@ class Session:
         self.history = history
         self.exchanges: list[Exchange] = []
 
-    def ask(self, messages: Sequence[Mapping[str, Any]], chat: Chat) -> RequestContext:
-        """Return the context of a request. Raises ValueError if the template cannot render it."""
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], chat: Chat, tokens: np.ndarray | None = None
+    ) -> RequestContext:
+        """Return the context of a request. Raises ValueError if the template cannot render it.
+
+        `tokens` is the context if it is new, and was tokenised before.
+        """
         shown = tuple(with_names(list(map(readable, messages))))
         said = tuple(map(said_in, shown))
         for exchange in self.exchanges:  # programs may store a turn as several messages
-            apart = (*exchange.asked.said, said_in(exchange.reply))
-            if exchange.asked.begun is not None and begins(said, apart):
-                shown = (*exchange.messages, *shown[len(apart) :])
+            own = exchange.asked.said
+            if exchange.asked.begun is not None and begins(said, (*own, said_in(exchange.reply))):
+                shown = (*exchange.messages, *shown[len(own) + 1 :])
                 said = tuple(map(said_in, shown))
         rendered = ""
         if self.history == "template":
             rendered = chat.rendered(shown)
         before = self._before(said, chat, rendered)
         if before is None:
-            rendered = rendered or chat.rendered(shown)
-            return RequestContext(chat, shown, said, None, chat.text.tokens(rendered), rendered)
+            if tokens is None:
+                rendered = rendered or chat.rendered(shown)
+                tokens = chat.text.tokens(rendered)
+            return RequestContext(chat, shown, said, None, tokens, rendered)
         new = shown[len(before.said) :]
         last = int(before.turn.tokens[-1])
         described = chat.described(before.asked.messages)
@@ -336,9 +341,6 @@ class Turns:
 
 def readable(message: Mapping[str, Any]) -> Message:
     """Return a message with its content as text; ValueError if it is not a valid message."""
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if role is not None and role not in ROLES:
-        raise ValueError(f"role = {role!r}; it must be one of {', '.join(ROLES)}")
     plain = normalised(message)
     return {**plain, "content": text_of(plain["content"])}
 

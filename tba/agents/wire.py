@@ -39,6 +39,14 @@ CODES = {
     400: "invalid", 404: "not_found", 405: "not_found", 410: "session_ended",
     499: "gone", 503: "overloaded",
 }  # fmt: skip
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages; chat templates silently drop others."""
+
+
+def check_role(message: Message) -> None:
+    """Raise ValueError if a message has an unknown role."""
+    if message.get("role") not in (None, *ROLES):
+        raise ValueError(f"role = {message['role']!r}; it must be one of {', '.join(ROLES)}")
 
 
 class ChatRequest(BaseModel, extra="allow", strict=True):
@@ -96,6 +104,7 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
         if self.stream_options and not self.stream:
             raise ValueError("stream_options needs stream=true")
         for place, message in enumerate(self.messages):
+            check_role(message)
             kinds = str | list | None if message.get("role") == "assistant" else str | list
             if not isinstance(message.get("content"), kinds):
                 raise ValueError(f"messages.{place}.content must be a text or a list of parts")

@@ -27,6 +27,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 
 from tba.agents.chat import QUESTION, TURN, Chat, response_text
 from tba.agents.session import Session, readable, squeezed
+from tba.agents.wire import check_role
 from tba.config.mistakes import about, choices, relative_to
 from tba.config.schema import Config
 from tba.learn.state import MODEL
@@ -265,6 +266,7 @@ def _of_messages(
 
 def _message(given: Mapping[str, Any]) -> Message:
     """Return a message for the chat template; ValueError if the template would drop content."""
+    check_role(given)
     message = readable(given)
     known = (*MESSAGE, *OF_ROLE.get(given["role"], ()))
     parts = given["content"] if isinstance(given.get("content"), list) else []

@@ -1,17 +1,15 @@
 """Child processes that answer calls: one runs a user's program, another scores answers.
 
     caller                    event loop                         child
-    Process.ready                                             -> its main function
-    Process.call                                              -> a call, as bytes
-    Process.reply          <- Process._read, which parses it  <- a line of JSON
+    Process.ready                                             -> child.serve
+    Process.call                                              -> a call, as a line of JSON
+    Process.call           <- Process._read                   <- a reply, as a line of JSON
 
-A line contains the number of the call, a kind and a value. The first line has the number STARTED
-and the kind "started" or "failed". A child that sends malformed output is killed.
+`child` describes the lines. A child that sends malformed output is killed.
 """
 
 import asyncio
 import json
-import math
 import os
 import signal
 import socket
@@ -21,49 +19,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
-from tba.child import STARTED, Child
+from tba.child import Child
 from tba.config.mistakes import masked
 from tba.config.secrets import is_secret
-from tba.scoring.verdicts import Reason, Rejected, Verdict, parse_score
+from tba.errors import EngineError, RewardError
+from tba.scoring.child import STARTED
+from tba.scoring.verdicts import LONGEST, Reason, Rejected, Verdict, parse_score
 from tba.tasks import Itemized, Program
 
 T = TypeVar("T")
 
-MAIN = Path(__file__).parents[1] / "agents" / "child.py"
-"""Main program of an agent process."""
-GRACE = 2.0
-"""Seconds after its cancellation at which a session counts as stuck."""
+MAIN = Path(__file__).with_name("child.py")
+"""Main program of a child."""
 BLOCKED = 5.0
-"""Seconds without an acknowledgement after which an event loop counts as blocked."""
+"""Seconds past its deadline after which a session is assumed to block its event loop."""
 PAUSES = (0.0, 0.5, 2.0, 5.0)
 """Seconds before each attempt to restart a child that has worked and ended."""
-LONGEST_LINE = 2**24
-"""Most bytes of a reply."""
+LONGEST_LINE = 2**28
+"""Most bytes of a reply, such as the results of tools."""
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Read errors: the child was killed during a reply, or a user's function wrote to its socket."""
-
-
-@dataclass(frozen=True)
-class StartFailed:
-    """First reply of a child that cannot be called."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class NoReply:
-    """Returned in place of a reply: the child has ended, or is late."""
-
-    how: str
-    """How the child ended; empty if it is late."""
-    beside: bool
-    """True if other calls were in flight, one of which may be the cause."""
 
 
 class Process(ABC):
@@ -72,70 +52,107 @@ class Process(ABC):
     All methods run in one event loop, which kills the child when it is closed.
     """
 
-    def __init__(self, name: str, setup: bytes, start_deadline: float, hint: str = ""):
-        """`setup` is sent before all calls; the error of a failed start has `name` and `hint`."""
+    def __init__(
+        self, name: str, setup: tuple[str | None, str, float], start_deadline: float, grace: float,
+        hint: str = "",
+    ):  # fmt: skip
+        """Errors have the `name`; the error of a failed start also has `hint`.
+
+        `setup` is sent before all calls: what answers them, as `package.module:function`, or None
+        for a program; its argument; and GB of memory that calls may use. A call that is `grace`
+        seconds late is assumed to block the child's event loop.
+        """
         self._name = name
-        self._setup = setup
+        self._setup = json.dumps(setup).encode() + b"\n"
         self._start_deadline = start_deadline
+        self._grace = grace
         self._hint = hint
         self._starting = asyncio.Lock()
+        self._turn = asyncio.Lock()  # first come, first served
         self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None] | None = None
         self._failure = ""
-        self.worked = False
-        """Whether a child has ever started."""
+        self._worked = False  # whether a child has ever started
         self._numbers = count(STARTED + 1)
         self._replies: dict[int, asyncio.Queue[Any]] = {}
-        """Replies that were not read yet, by the number of the call."""
+        """Kinds and values of replies that were not read yet, by the number of the call."""
 
     @abstractmethod
     def child(self, end: int) -> Child:
         """Start the child, which inherits the socket with descriptor `end`."""
 
-    @abstractmethod
-    def parse(self, kind: str, value: Any) -> Any:
-        """Parse a reply."""
-
     async def ready(self) -> None:
-        """Start the child unless it runs. Raises ChildProcessError now and later if that fails."""
+        """Start the child unless it runs. Raises RewardError now and later if that fails.
+
+        Raises EngineError, which restarts the searcher, if a child has started before.
+        """
         async with self._starting:
             until = time.monotonic() + self._start_deadline
             if not self._failure and (self._reading is None or self._writer.is_closing()):
-                for pause in PAUSES if self.worked else PAUSES[:1]:
+                for pause in PAUSES if self._worked else PAUSES[:1]:
                     await asyncio.sleep(pause)
                     self._failure = await self._start()
                     if not self._failure or time.monotonic() > until:
                         break
             if self._failure:
                 told = f"{self._name} did not start: {self._failure}{self._hint}"
-                raise ChildProcessError(masked(told))
-            self.worked = True
+                raise (EngineError if self._worked else RewardError)(masked(told))
+            self._worked = True
 
-    @property
-    def calls(self) -> set[int]:
-        """Numbers of the calls in flight."""
-        return set(self._replies)
+    async def call(
+        self, request: str, limit: Callable[[], float | Rejected], late: Callable[[float], str],
+        parse: Callable[[Any], T], alone: bool, last: bool,
+    ) -> "T | Rejected | None":  # fmt: skip
+        """Send a request, which is JSON, and return the parsed reply, or a rejection.
 
-    def call(self, request: Callable[[int], bytes]) -> int:
-        """Send a call to a ready child; the call is in flight until its number is forgotten."""
-        number = next(self._numbers)
-        self._replies[number] = asyncio.Queue()
-        self._writer.write(request(number))
-        return number
-
-    def send(self, data: bytes) -> None:
-        """Send further data about a call."""
-        self._writer.write(data)
-
-    async def reply(self, number: int, seconds: float) -> Any:
-        """Return the next reply to a call, or NoReply. Raises TimeoutError after `seconds`."""
-        return await asyncio.wait_for(self._replies[number].get(), seconds)
-
-    def forget(self, number: int) -> None:
+        Calls begin one after the other, and one that is `alone` when no other is in flight. `limit`
+        is called when a call begins: it returns its deadline in seconds, or a rejection of a call
+        that is not tried. `late` returns the error if it passes. Returns None if the process ended
+        and another call may be the cause, unless this is the `last` attempt.
+        """
+        async with self._turn:
+            while alone and self._replies:
+                await asyncio.sleep(0.01)
+            await self.ready()
+            seconds = limit()
+            if isinstance(seconds, Rejected):
+                return seconds
+            number = next(self._numbers)
+            self._replies[number] = asyncio.Queue()
+            self._writer.write(f"[{number}, {seconds}, {request}]\n".encode())
+            kind, value = await self._reply(number, seconds)
+            if alone and kind == "awaits":
+                kind, value = await self._reply(number, value + self._grace)
+        if kind == "awaits":  # not in turn: calls of async functions run together
+            kind, value = await self._reply(number, value + self._grace)
         del self._replies[number]
+        if kind == "returned":
+            try:
+                return parse(value)
+            except UNREADABLE:
+                await self.end()
+                value = ("after a reply that cannot be read", False)
+        if kind == "raised":
+            return Rejected(Reason.RAISED, masked(str(value))[-LONGEST:])
+        how, beside = value or ("", False)  # the child may have cancelled a call that is late
+        if beside and not last:
+            return None
+        if how:
+            return Rejected(Reason.DIED, f"{self._name} ended {how}")
+        return Rejected(Reason.TIMEOUT, late(seconds))
+
+    async def _reply(self, number: int, seconds: float) -> tuple[str, Any]:
+        """Return the next reply to a call. If it does not arrive in time, kill the child."""
+        try:
+            kind, value = await asyncio.wait_for(self._replies[number].get(), seconds)
+        except TimeoutError:
+            beside = len(self._replies) > 1
+            await self.end()
+            return "ended", ("", beside)
+        return kind, value
 
     async def end(self) -> None:
-        """Kill the child and its descendants; calls in flight get NoReply."""
+        """Kill the child and its descendants; calls in flight get no reply."""
         if self._reading is not None:
             self._writer.transport.abort()  # drops unsent data, which the child may never read
             await asyncio.wait({self._reading})
@@ -159,31 +176,34 @@ class Process(ABC):
                 return str(error)
         replies = self._replies[STARTED] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(child, reader))
+        self._writer.write(self._setup)
         try:
-            self._writer.write(self._setup)
-            reply = await self.reply(STARTED, self._start_deadline)
-            while reply is None and not replies.empty():  # it has ended since
-                reply = replies.get_nowait()
+            kind, value = await asyncio.wait_for(replies.get(), self._start_deadline)
+            while kind == "started" and not replies.empty():  # it has ended since
+                kind, value = replies.get_nowait()
         except TimeoutError:
             limit = f"runtime.start_deadline = {self._start_deadline:g} s"
-            reply = StartFailed(f"not within {limit}; raise it if models load so long")
+            kind, value = "failed", f"not within {limit}; raise it if models load so long"
         finally:
-            self.forget(STARTED)
-        if isinstance(reply, NoReply):
-            return f"its process ended {reply.how}"
-        if not isinstance(reply, StartFailed):
-            return ""
-        await self.end()
-        return reply.why
+            del self._replies[STARTED]
+        if kind == "ended":
+            return f"its process ended {value[0]}"
+        if kind == "failed":
+            await self.end()
+            return masked(str(value))[-LONGEST:]
+        return ""
 
     async def _read(self, child: Child, reader: asyncio.StreamReader) -> None:
         """Receive replies until the child ends."""
         try:
             while line := await reader.readline():
                 number, kind, value = json.loads(line)
-                reply = StartFailed(str(value)) if kind == "failed" else self.parse(kind, value)
+                if kind not in ("started", "failed", "awaits", "returned", "raised", "late"):
+                    raise ValueError(f"a reply of the kind {kind!r:.200}")
+                if kind == "awaits":
+                    value = float(value)
                 if number in self._replies:  # else a user's function forked or wrote to the socket
-                    self._replies[number].put_nowait(reply)
+                    self._replies[number].put_nowait((kind, value))
         except UNREADABLE:
             pass
         finally:
@@ -193,8 +213,9 @@ class Process(ABC):
             how = f"with exit status {status}"
             if status is not None and status < 0:
                 how = f"by signal {-status} ({signal.strsignal(-status)})"
+            beside = len(self._replies) > 1
             for replies in self._replies.values():
-                replies.put_nowait(NoReply(how, beside=len(self._replies) > 1))
+                replies.put_nowait(("ended", (how, beside)))
 
 
 class EventLoop:
@@ -231,10 +252,19 @@ class AgentProcess(Process):
 
     def __init__(self, program: Program, max_memory: float, start_deadline: float):
         self._program = program
-        self._max_memory = max_memory if math.isfinite(max_memory) else None
-        super().__init__(f"task.rollout = {program.rollout!r}", b"", start_deadline)
-        self._stuck: set[int] = set()  # sessions that were cancelled but have not ended
-        self._ends: set[asyncio.Task[None]] = set()
+        setup = (None, program.rollout, max_memory)
+        name = f"the process of task.rollout = {program.rollout!r}"
+        super().__init__(name, setup, start_deadline, BLOCKED)
+
+    def child(self, end: int) -> Child:
+        program = self._program
+        return Child(
+            "runpy:run_path", str(MAIN), {"ARGUMENTS": [end]}, "__main__",
+            environment=program.environment,
+            pass_fds=[end],
+            inherited=environment(program.python),
+            python=program.python,
+        )  # fmt: skip
 
     async def run(
         self, url: str, row: Mapping[str, Any], until: float, alone: bool
@@ -244,97 +274,35 @@ class AgentProcess(Process):
         Returns None if the process has ended and another session may be the cause, because this
         one was not `alone`.
         """
-        try:
-            asked = json.dumps({"base_url": url, "row": row}, allow_nan=False, default=str)
-        except ValueError as error:
-            return Rejected(Reason.RAISED, f"the row cannot be sent as JSON: {error}")
-        await self.ready()
-        seconds = min(self._program.deadline, until - time.monotonic())
-        if seconds <= 0:
-            return Rejected(Reason.TIMEOUT, "not tried: the time of its search was up")
-        number = self.call(lambda n: f"[{n}, {asked}]\n".encode())
-        try:
-            verdict = await self.reply(number, seconds)
-        except TimeoutError:
-            others = self.calls - {number}
-            if not await self._is_heard(number) and others and not alone:
-                return None
-            limit = f"task.deadline = {self._program.deadline:g} s"
-            if seconds < self._program.deadline:
+        deadline = self._program.deadline
+
+        def limit() -> float | Rejected:
+            left = until - time.monotonic()
+            not_tried = Rejected(Reason.TIMEOUT, "not tried: the time of its search was up")
+            return min(deadline, left) if left > 0 else not_tried
+
+        def late(seconds: float) -> str:
+            limit = f"task.deadline = {deadline:g} s"
+            if seconds < deadline:
                 limit = "what was left of runtime.task_deadline for its search"
-            return Rejected(
-                Reason.TIMEOUT, f"the session did not end within {seconds:.3g} s ({limit})"
-            )
-        self.forget(number)
-        if not isinstance(verdict, NoReply):
-            return verdict
-        if verdict.beside and not alone:
-            return None
-        return Rejected(Reason.DIED, f"the agent process ended {verdict.how}")
+            return f"the session did not end within {seconds:.3g} s ({limit})"
 
-    async def _is_heard(self, number: int) -> bool:
-        """Cancel a session; return whether the program acknowledged the cancellation.
+        return await self.call(
+            json.dumps([url, row]), limit, late, _returned, alone=alone, last=alone
+        )
 
-        If it did not, a session blocks its event loop, and the process is killed.
-        """
-        self.send(f"[{number}, null]\n".encode())
-        try:
-            reply = await self.reply(number, BLOCKED)
-        except TimeoutError:
-            await self.end()
-            reply = NoReply("", beside=True)
-        if reply is not None:  # None: it is ending
-            self.forget(number)
-            return not isinstance(reply, NoReply)
-        end = asyncio.create_task(self._end(number))
-        self._ends.add(end)
-        end.add_done_callback(self._ends.discard)
-        return True
 
-    async def _end(self, number: int) -> None:
-        """Wait for a session to end. If it does not, and no other runs, kill the process."""
-        ended = False
-        while not ended:
-            try:
-                await self.reply(number, GRACE)
-                ended = True
-            except TimeoutError:
-                self._stuck.add(number)
-                if self.calls <= self._stuck:
-                    await self.end()
-        self._stuck.discard(number)
-        self.forget(number)
-
-    def child(self, end: int) -> Child:
-        program = self._program
-        arguments = {"ARGUMENTS": [end, program.rollout, self._max_memory]}
-        return Child(
-            "runpy:run_path", str(MAIN), arguments, "__main__",
-            environment=program.environment,
-            pass_fds=[end],
-            inherited=environment(program.python),
-            python=program.python,
-        )  # fmt: skip
-
-    def parse(self, kind: str, value: Any) -> Verdict | None:
-        """Return a verdict; None if the process has started, or a session is ending."""
-        match kind, value:
-            case "started" | "ending", _:
-                return None
-            case "raised", text:
-                return Rejected(Reason.RAISED, masked(str(text)))
-            case "returned", None:
-                return Rejected(Reason.NONE, "rollout returned None")
-            case "returned", dict(rewards):
-                if "reward" not in rewards:
-                    return Rejected(Reason.NONE, "rollout returned a dict without `reward`")
-                reward = rewards.pop("reward")
-                return parse_score(
-                    Itemized(reward, {f"rewards/{n}": x for n, x in rewards.items()}, {})
-                )
-            case "returned", float(reward):
-                return parse_score(reward)
-        raise ValueError(f"the agent process sent {kind!r:.200}")
+def _returned(value: Any) -> Verdict:
+    """Return the verdict on what a program returned."""
+    match value:
+        case None:
+            return Rejected(Reason.NONE, "rollout returned None")
+        case dict() if "reward" not in value:
+            return Rejected(Reason.NONE, "rollout returned a dict without `reward`")
+        case dict():
+            items = {f"rewards/{name}": x for name, x in value.items() if name != "reward"}
+            return parse_score(Itemized(value["reward"], items, {}))
+    return parse_score(float(value))
 
 
 def environment(python: str) -> dict[str, str]:

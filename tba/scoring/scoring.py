@@ -1,36 +1,32 @@
 """Scoring of answers: calls have deadlines, and samples without a finite reward are rejected.
 
-The scoring process is killed if a call hangs; `child` is its main program.
+The scoring process, which also holds the environments of dialogues, is killed if a call hangs.
 """
 
 import asyncio
+import json
 import math
-import pickle
 import weakref
+from base64 import b64encode
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import isawaitable
+from inspect import iscoroutine
+from itertools import count
 from threading import Lock
 from typing import Any
 
 import cloudpickle
 
 from tba.child import Child
-from tba.errors import EngineError, RewardError
 from tba.prompt import Answer, Prompt
-from tba.scoring.process import EventLoop, NoReply, Process
-from tba.scoring.verdicts import (
-    Reason,
-    Rejected,
-    Verdict,
-    awaited,
-    from_json,
-    parse_score,
-    rejection,
-)
-from tba.tasks import REWARD, ScorerName, Task, listed, scorer_of
+from tba.scoring.calls import TaskCalls
+from tba.scoring.process import EventLoop, Process
+from tba.scoring.verdicts import Reason, Rejected, ToolResult, Verdict, from_json, rejection
+from tba.tasks import AT_ONCE, REWARD, ScorerName, Task
 
 TIMEOUTS = 2
 """Consecutive timeouts after which the remaining groups are not tried."""
@@ -41,24 +37,18 @@ GRACE = 1.0
 NOT_TRIED = Rejected(Reason.TIMEOUT, f"not tried: {TIMEOUTS} calls in a row timed out before")
 
 
-Verdicts = list[Verdict] | Rejected
-"""A verdict on each answer of a group, or one rejection of all."""
-
-
 @dataclass(frozen=True)
-class Pending:
-    """First reply to a call of an async function: its verdicts follow within `seconds`."""
+class Environment:
+    """Handle of an environment, which is kept where its task is scored as long as the handle is."""
 
-    seconds: float
+    number: int
 
 
 @dataclass
 class Search:
     """The calls of one search, which stop after consecutive timeouts."""
 
-    name: ScorerName
-    timeouts: int = 0
-    """Consecutive timeouts, without a reply between them."""
+    timeouts: int = 0  # without a reply between them
 
 
 class Scoring:
@@ -73,8 +63,7 @@ class Scoring:
         Scoring()                    the thread of a search waits for the verdicts on its groups
           _group                     a thread for each group, `concurrency` at most
             _attempt                 in one event loop, where no two calls begin at once
-              Process.call           sends the group -> `child.ScoringServer`, which calls the task
-              Process.reply          waits for verdicts, or for the news that they are awaited
+              Process.call           sends the group -> `calls.TaskCalls`, which calls the task
 
     Without a process, functions are called directly and without deadlines, for use in a debugger.
     """
@@ -94,10 +83,12 @@ class Scoring:
         self._deadline = deadline
         self._longest = longest
         self._steps = steps  # `run.steps`, which rewards can read from an answer
+        self._here = TaskCalls(tasks)  # without a process
         self._plain = Lock()  # without a process, searches of several threads call one by one
+        self._numbers = count()  # of environments
+        self._ended: deque[int] = deque()  # environments without a handle
         if process is not None:
             self._groups = ThreadPoolExecutor(concurrency, "scoring")
-            self._turn = asyncio.Lock()  # first come, first served
             self._loop = EventLoop("scoring")
             self._started = self._loop.begin(process.ready())
             weakref.finalize(self, self._loop.stop)
@@ -109,7 +100,7 @@ class Scoring:
         name: ScorerName = REWARD,
     ) -> list[list[Verdict]]:
         """Return the reward's or a measure's verdicts on answers; keep verdicts among them."""
-        score = partial(self._group, Search(name))
+        score = partial(self._group, name, Search())
         unscored = [[a for a in group if isinstance(a, Answer)] for group in answers]
         if self._process is None:
             with self._plain:
@@ -137,100 +128,122 @@ class Scoring:
             self._loop.close()
             self._groups.shutdown()
 
-    def _group(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
+    def _group(
+        self, name: ScorerName, search: Search, prompt: Prompt, answers: Sequence[Answer]
+    ) -> list[Verdict]:
         """Score a group; if the call raises, score each of its answers alone."""
         if not answers:
             return []
         answers = [replace(answer, steps=self._steps) for answer in answers]
-        verdicts = self._call(search, prompt, answers)
+        verdicts = self._call(name, search, prompt, answers)
         first = verdicts[0]
         can_be_one = isinstance(first, Rejected) and first.reason in (Reason.RAISED, Reason.MEMORY)
         if not can_be_one or len(answers) == 1:
             return verdicts
         verdicts = []
         for answer in answers:
-            (verdict,) = self._call(search, prompt, [answer])
+            (verdict,) = self._call(name, search, prompt, [answer])
             # a function that compares answers cannot score a single one: report the error
             no_score = isinstance(verdict, Rejected) and verdict.reason == Reason.NONE
             verdicts.append(first if no_score else verdict)
         return verdicts
 
-    def _call(self, search: Search, prompt: Prompt, answers: Sequence[Answer]) -> list[Verdict]:
+    def _call(
+        self, name: ScorerName, search: Search, prompt: Prompt, answers: Sequence[Answer]
+    ) -> list[Verdict]:
         """Return one verdict for each answer; a rejection applies to all."""
-        n = len(answers)
-        verdicts: Verdicts | None = None
-        if self._process is None:
-            verdicts = self._call_here(search.name, prompt, answers)
-        else:
-            try:
-                group = pickle.dumps((search.name, prompt, tuple(answers)))
-            except Exception as error:  # columns may contain anything
-                verdicts = rejection(error)
-            for alone in (False, True):  # again if another call may have ended the process
-                if verdicts is None:
-                    verdicts = self._loop.begin(self._attempt(search, group, n, alone)).result()
-            assert verdicts is not None
-        if isinstance(verdicts, list) and len(verdicts) != n:
-            verdicts = Rejected(Reason.WRONG_LENGTH, f"{len(verdicts)} rewards for {n} answers")
-        return [verdicts] * n if isinstance(verdicts, Rejected) else verdicts
-
-    def _call_here(self, name: ScorerName, prompt: Prompt, answers: Sequence[Answer]) -> Verdicts:
-        """Call the function in this process."""
-        try:
-            scores: Any = scorer_of(self.tasks, name).score(prompt, answers)
-            if isawaitable(scores):  # in a thread, as this one may run an event loop
-                with ThreadPoolExecutor(1) as thread:
-                    scores = thread.submit(asyncio.run, awaited(scores)).result()
-            if isinstance(scores, Rejected):
-                return scores
-            return list(map(parse_score, listed(scores)))
-        except Exception as error:  # untrusted
-            return rejection(error)
-
-    async def _attempt(self, search: Search, group: bytes, n: int, alone: bool) -> Verdicts | None:
-        """Return verdicts on the `n` answers of a pickled group.
-
-        Returns None if the call failed and another one may be the cause.
-        """
-        process = self._process
-        assert process is not None
-        seconds = min(self._deadline * n, self._longest)
-        # calls begin one after the other; while a call is `alone`, no other begins
-        async with self._turn:
-            await process.ready()
-            if search.timeouts >= TIMEOUTS:  # read here: a call before this one may have counted
-                return NOT_TRIED
-            number = process.call(lambda n: pickle.dumps((n, seconds, group)))
-            reply = await _reply(process, number, seconds)
-            if alone and isinstance(reply, Pending):
-                reply = await _reply(process, number, reply.seconds + GRACE)
-        if isinstance(reply, Pending):  # not in turn: async calls wait together
-            reply = await _reply(process, number, reply.seconds + GRACE)
-        process.forget(number)
-        if not isinstance(reply, NoReply):
-            search.timeouts = 0
-            return reply
-        if reply.beside and not alone:
-            return None
-        if reply.how:
-            search.timeouts = 0
-            return Rejected(Reason.DIED, f"the scoring process ended {reply.how}")
-        search.timeouts += 1
+        group = []
+        for answer in answers:
+            own = answer.environment
+            group.append(vars(answer) | {"environment": None if own is None else own.number})
+        seconds = min(self._deadline * len(group), self._longest)
         limit = f"reward.deadline = {self._deadline:g} s for each"
         if seconds == self._longest:
             limit += ", at most a quarter of runtime.task_deadline"
-        told = f"scoring of {n} answers did not return within {seconds:g} s ({limit})"
-        return Rejected(Reason.TIMEOUT, told)
+        late = f"scoring of {len(group)} answers did not return within {seconds:g} s ({limit})"
+        return self._ask(["score", name, vars(prompt), group], len(group), seconds, late, search)
 
+    def reset(
+        self, name: str, prompts: Sequence[Prompt], limit: int
+    ) -> list[tuple[Environment, str] | Rejected]:
+        """Reset an environment of the task `name` for each prompt.
 
-async def _reply(process: Process, number: int, seconds: float) -> Any:
-    """Return a reply to a call. If it does not arrive in time, kill the process."""
-    try:
-        return await process.reply(number, seconds)
-    except TimeoutError:
-        late = NoReply("", beside=len(process.calls) > 1)
-        await process.end()
-        return late
+        Returns each with the first `limit` characters of the text that `reset` returned.
+        """
+        handles = [Environment(next(self._numbers)) for _ in prompts]
+        for handle in handles:
+            weakref.finalize(handle, self._ended.append, handle.number).atexit = False
+        ended = []
+        with suppress(IndexError):
+            while True:
+                ended.append(self._ended.popleft())
+        rows = [(handle.number, vars(p)) for handle, p in zip(handles, prompts, strict=True)]
+        texts = self._use("reset", name, rows, limit, ended)
+        opened = zip(handles, texts, strict=True)
+        return [text if isinstance(text, Rejected) else (own, text) for own, text in opened]
+
+    def call_tools(
+        self, name: str, calls: Sequence[tuple[Environment, str, Mapping[str, Any], str, int]]
+    ) -> list[ToolResult | Rejected]:
+        """Call a tool of each of some environments; `TaskCalls` has the form of a call.
+
+        If the process ends, the environments are lost, and so the calls are not repeated.
+        """
+        sent = [(own.number, *call) for own, *call in calls]
+        return self._use("call_tools", name, sent, again=False)
+
+    def _use(
+        self, call: str, name: str, each: Sequence[Any], *more: Any, again: bool = True
+    ) -> Any:
+        """Return the results of a call for each of some environments."""
+        tools = self.tasks[name].tools
+        assert tools is not None
+        # the process gives up each of them itself, which leaves it little time to say so
+        seconds = math.ceil(len(each) / AT_ONCE) * tools.deadline + GRACE / 2
+        limit = f"task.tool_deadline = {tools.deadline:g} s"
+        late = f"the environments did not answer within {seconds:g} s ({limit})"
+        return self._ask([call, name, each, *more], len(each), seconds, late, again=again)
+
+    def _ask(
+        self, request: Sequence[Any], count: int, seconds: float, late: str,
+        search: Search | None = None, again: bool = True,
+    ) -> list[Any]:  # fmt: skip
+        """Return the `count` results of a call, or its rejection for each: `late` if it times out.
+
+        If another call may have ended the process, call `again`.
+        """
+        if self._process is None:
+            value = self._here.answer(request)
+            if iscoroutine(value):  # in a thread, as this one may run an event loop
+                with ThreadPoolExecutor(1) as thread:
+                    value = thread.submit(asyncio.run, value).result()
+            return from_json(value)
+        try:
+            sent = json.dumps(request)
+        except Exception as error:  # columns may contain anything
+            return [rejection(error)] * count
+        attempt = partial(self._attempt, sent, seconds, late, search or Search())
+        results = self._loop.begin(attempt(alone=False, last=not again)).result()
+        if results is None:
+            results = self._loop.begin(attempt(alone=True, last=True)).result()
+        assert results is not None
+        return [results] * count if isinstance(results, Rejected) else results
+
+    async def _attempt(
+        self, request: str, seconds: float, late: str, search: Search, alone: bool, last: bool
+    ) -> list[Any] | Rejected | None:
+        """Return the results of a call, or its rejection; see `Process.call` for None."""
+        assert self._process is not None
+
+        def limit() -> float | Rejected:  # a call before this one may have counted
+            return NOT_TRIED if search.timeouts >= TIMEOUTS else seconds
+
+        reply = await self._process.call(request, limit, lambda _: late, from_json, alone, last)
+        # the next call of the search reads the counter: no await before it is up to date
+        if reply is not None:
+            is_late = isinstance(reply, Rejected) and reply.reason == Reason.TIMEOUT
+            search.timeouts = search.timeouts + 1 if is_late else 0
+        return reply
 
 
 class ScoringProcess(Process):
@@ -246,30 +259,10 @@ class ScoringProcess(Process):
         max_memory: float,
         start_deadline: float = 300.0,
     ):
-        setup = pickle.dumps((max_memory, cloudpickle.dumps(builds)))
+        pickled = b64encode(cloudpickle.dumps(builds)).decode()
+        setup = ("tba.scoring.calls:answers_of", pickled, max_memory)
         hint = "\nIf the task works in the searcher's own process, set reward.isolate=none"
-        super().__init__("the scoring process", setup, start_deadline, hint)
-
-    async def ready(self) -> None:
-        """Start the process unless it runs. Raises RewardError if it cannot start.
-
-        Raises EngineError, which restarts the searcher, if the process has started before.
-        """
-        try:
-            await super().ready()
-        except ChildProcessError as error:
-            kind = EngineError if self.worked else RewardError
-            raise kind(str(error)) from error
+        super().__init__("the scoring process", setup, start_deadline, GRACE, hint)
 
     def child(self, end: int) -> Child:
         return Child("tba.scoring.child:serve", end, pass_fds=[end])
-
-    def parse(self, kind: str, value: Any) -> Verdicts | Pending | NoReply | None:
-        if kind == "verdicts":
-            return list(map(from_json, value))
-        if kind == "rejected":
-            reason, detail = value
-            return Rejected(Reason(reason), str(detail))
-        if kind == "awaits":
-            return Pending(float(value))
-        return NoReply("", beside=False) if kind == "late" else None

@@ -4,23 +4,21 @@ Scoring processes import this module, so it imports neither torch nor numpy.
 """
 
 import reprlib
-import traceback
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.config.mistakes import masked
 from tba.prompt import Answer
-from tba.tasks import Itemized, WrongLength, listed, number
+from tba.scoring.child import raised
+from tba.tasks import Itemized, WrongLength, number
 
 if TYPE_CHECKING:
     import numpy as np
 
     from tba.types import Completion
 
-PACKAGE = str(Path(__file__).parents[1])
 LONGEST = 10_000
 """Longest error message to keep, in characters."""
 LARGEST = 1e12
@@ -37,7 +35,7 @@ class Reason(StrEnum):
     MEMORY = "memory"
     """A call needed more memory than `reward.max_memory`."""
     DIED = "died"
-    """The process that scored the sample, or ran its session, ended."""
+    """The process that scored the sample, held its environment, or ran its session, ended."""
     NONE = "none"
     """No reward function, or the program, gave the sample a reward: all returned None."""
     NOT_A_NUMBER = "not_a_number"
@@ -148,11 +146,7 @@ def rejection(error: BaseException) -> Rejected:
     """Return the rejection of a call that raised this error, with the user's traceback."""
     if isinstance(error, WrongLength):
         return Rejected(Reason.WRONG_LENGTH, str(error))
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
-        trace = trace.tb_next  # skip the package's calls before the user's
-    trace = trace or error.__traceback__
-    text = masked("".join(traceback.format_exception(type(error), error, trace)))[-LONGEST:]
+    text = masked(raised(error))[-LONGEST:]
     # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
@@ -160,29 +154,27 @@ def rejection(error: BaseException) -> Rejected:
     return Rejected(Reason.RAISED, text)
 
 
-async def awaited(scores: Awaitable[Any]) -> list[Any] | Rejected:
-    """Return the scores of an async function as a list, or the rejection of its call."""
-    try:
-        return listed(await scores)
-    except BaseException as error:  # untrusted: even SystemExit must not end the event loop
-        return rejection(error)
+def to_json(result: Verdict | ToolResult) -> Any:
+    """Return as JSON: a number, a reason and a message, a number with items, or a tool's result."""
+    if isinstance(result, Rejected):
+        return [result.reason, result.detail]
+    if isinstance(result, Itemized):
+        return {"reward": float(result), **vars(result)}
+    return vars(result) if isinstance(result, ToolResult) else result
 
 
-def to_json(verdict: Verdict) -> Any:
-    """Return a verdict as JSON: a number, a reason and a message, or a number with its items."""
-    if isinstance(verdict, Rejected):
-        return [verdict.reason, verdict.detail]
-    if isinstance(verdict, Itemized):
-        return {"reward": float(verdict), **vars(verdict)}
-    return verdict
-
-
-def from_json(plain: Any) -> Verdict:
-    """Parse the result of `to_json`. Raises any of `process.UNREADABLE` for anything else."""
-    if isinstance(plain, list):
-        reason, detail = plain
-        return Rejected(Reason(reason), str(detail))
-    if isinstance(plain, dict):
-        items = {name: float(value) for name, value in plain["items"].items()}
-        return Itemized(float(plain["reward"]), items, dict(plain["notes"]))
-    return float(plain)
+def from_json(plain: Sequence[Any]) -> list[Any]:
+    """Parse results of `to_json`, and texts. Raises one of `process.UNREADABLE` for others."""
+    results: list[Verdict | ToolResult | str] = []
+    for each in plain:
+        match each:
+            case [reason, detail]:
+                results.append(Rejected(Reason(reason), str(detail)))
+            case {"reward": reward, "items": items, "notes": notes}:
+                numbers = {name: float(value) for name, value in items.items()}
+                results.append(Itemized(float(reward), numbers, dict(notes)))
+            case {"content": str(content), "failed": failed, "cut": cut}:
+                results.append(ToolResult(content, bool(failed), bool(cut)))
+            case _:
+                results.append(each if isinstance(each, str) else float(each))
+    return results

@@ -247,7 +247,8 @@ class Searcher:
             seconds = share * self.setup.config.runtime.task_deadline
             return self.agents[name].hold(prompts, sampling, seed, seconds)
         if task.tools is not None:
-            return Dialogues(self.engine, self.text, task.tools).hold(prompts, sampling, seed)
+            dialogues = Dialogues(self.engine, self.text, self.scoring, name, task.tools)
+            return dialogues.hold(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]
         completions = self.engine.generate(tokens, sampling, seed_of(seed, Use.GENERATION, 0))
         answers = []

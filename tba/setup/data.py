@@ -201,7 +201,7 @@ def evaluation_sets(
         told = "are trained on, and left out"
         check_loss(own, f"{key} prompts", again, prompts, told, allowed)
         if own.tools is not None:
-            check_tools(own.tools, fresh[0], config.reward.isolate)
+            check_tools(own, fresh[0])
         chosen = fresh[: config.eval.prompts]
         sets[name] = EvaluationSet(type(config.task)(use=use, **options), tuple(chosen))
     return sets, encoded

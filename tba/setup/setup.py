@@ -182,7 +182,7 @@ def check(
             " which programs and environments do not have; choose another objective, such as tb"
         )
     if task.tools is not None:
-        check_tools(task.tools, data.prompts[0], config.reward.isolate)
+        check_tools(task, data.prompts[0])
     is_new = not (Path(config.run.folder) / CONFIG).is_file()
     refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
     setup = RunSetup(

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import frexp, isfinite
 from threading import Thread
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
@@ -83,10 +84,15 @@ class Tools:
     """Most turns of the policy in a dialogue."""
     deadline: float
     """Seconds for a tool call, and for creating and resetting an instance."""
-    schemas: Mapping[str, Mapping[str, Any]]
-    """JSON schema of each tool for chat templates, from its signature and docstring."""
+    describe: Callable[[], Mapping[str, Mapping[str, Any]]]
+    """Returns the schemas. Not called in a scoring process."""
     judged: bool = True
     """Whether rewards see the instances."""
+
+    @cached_property
+    def schemas(self) -> Mapping[str, Mapping[str, Any]]:
+        """JSON schema of each tool for chat templates, from its signature and docstring."""
+        return self.describe()
 
     def open(self, prompt: Prompt) -> tuple[Any, str]:
         """Return a new instance, and the text that `reset` returned. May raise anything."""

@@ -408,7 +408,12 @@ def _from_file(path: Path, changed: int) -> ModuleType:
 def describe(
     name: str, make: Callable[[], Any], max_turns: int, deadline: float, judged: bool = True
 ) -> Tools:
-    """Return the tools of the environment `name` of the config. Raises ValueError if it has none.
+    """Return the tools of the environment `name` of the config."""
+    return Tools(make, max_turns, deadline, partial(schemas_of, name, make), judged)
+
+
+def schemas_of(name: str, make: Callable[[], Any]) -> dict[str, Any]:
+    """Return the schema of each tool of an environment. Raises ValueError if it has none.
 
     Makes an instance, because `make` may be a function.
     """
@@ -435,4 +440,4 @@ def describe(
             ) from error
     if not schemas:
         raise ValueError(f"{origin}: {kind} has no other public method, no tool")
-    return Tools(make, max_turns, deadline, schemas, judged)
+    return schemas

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tba.agents.chat import encoder
-from tba.agents.environment import open_all
 from tba.config.mistakes import FEW
 from tba.config.schema import Config
 from tba.models.decoding import decode
@@ -255,9 +254,11 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     """
     answer = Answer(text, True)
     if task.tools is not None:
-        ((instance, _),) = open_all(task.tools, [prompt])
+        (opened,) = scoring.reset("", [prompt], limit=0)
+        if isinstance(opened, Rejected):
+            return opened
         messages = [{"role": "assistant", "content": text}]
-        answer = Answer(text, True, messages, instance if task.tools.judged else None)
+        answer = Answer(text, True, messages, opened[0] if task.tools.judged else None)
     (verdicts,) = scoring([prompt], [[answer, answer]])
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
 

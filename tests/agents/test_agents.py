@@ -22,12 +22,13 @@ from programs import refusal, user
 from suite import until
 from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
-from tba.agents.child import _as_json
 from tba.agents.endpoint import Agents, Endpoint, OpenSession
 from tba.agents.session import Session
+from tba.errors import EngineError, SearchError
 from tba.learn.layouts import Contexts, cut
 from tba.open import run
 from tba.scoring import process
+from tba.scoring.child import _as_json
 from tba.scoring.process import AgentProcess, EventLoop
 from tba.scoring.verdicts import Rejected, Responses, Verdict, added
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
@@ -456,7 +457,7 @@ def test_a_process_that_dies_while_it_starts_again_is_started_a_few_times(
         died, again = held_by(deaths)
         assert died.reason == "died" and again == 1.0
     else:
-        with pytest.raises(ChildProcessError, match=r"did not start: .* signal 9 \(Killed\)"):
+        with pytest.raises(EngineError, match=r"did not start: .* signal 9 \(Killed\)"):
             held_by(deaths)
     assert len((tmp_path / "starts").read_text()) == min(2 + deaths, 5)
 
@@ -466,7 +467,7 @@ def test_a_process_that_dies_at_the_end_of_its_start_is_known_to_have_ended(held
     for _ in range(5):
         try:
             assert [verdict.reason for verdict in held_by(99, late=True)] == ["died", "died"]
-        except ChildProcessError as error:
+        except SearchError as error:
             assert "its process ended with exit status 3" in str(error)
 
 

@@ -1,6 +1,7 @@
 """Dialogues with an environment: turns, tools that work and fail, limits, and whole runs."""
 
 import json
+import os
 import re
 from typing import Any
 
@@ -9,9 +10,17 @@ import pytest
 import talk
 from build import resumes_exactly
 from conftest import EOS
-from talk import ROWS, TESTS, call, dialogue_config, dialogue_model, replies, searched
+from talk import (
+    ROWS,
+    TESTS,
+    call,
+    dialogue_config,
+    dialogue_model,
+    held_sessions,
+    replies,
+    searched,
+)
 
-from tba.agents.environment import joined, within
 from tba.config.schema import load
 from tba.open import run
 from tba.replay.store import load_groups
@@ -19,10 +28,11 @@ from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, SAMPLES, read
 from tba.search.evaluate import evaluate_held_out
 from tba.setup.setup import check
+from tba.tasks import within
 from tba.tasks.mixture import PartTable, TaskMixture
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, joined
 
-__all__ = ["dialogue_config", "dialogue_model"]  # fixtures
+__all__ = ["dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
 
 
 def test_a_dialogue_is_what_was_sampled_with_the_replies_between(config):
@@ -187,6 +197,13 @@ def test_an_assistants_turn_in_a_prompt_is_not_trained(config):
     assert group.trajectories[0].sampled is None
 
 
+def test_a_prompt_may_have_roles_that_only_the_template_knows(config):
+    messages = [{"role": role, "content": "Twice 2?"} for role in ("critic", "user")]
+    rows = [{"prompt": messages, "kind": str(i)} for i in range(4)]
+    searcher, result = searched(config(call("double", n=2), "4", rows=rows))
+    assert replies(searcher, result.groups[0]) == ["4"]
+
+
 def test_evaluations_hold_dialogues_too(config):
     """Lengths are of what was sampled; the examples show the whole dialogue."""
     asks = call("double", n=21)
@@ -222,8 +239,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tool": ({"environment": "test_dialogues:Bare"}, "Bare has no other public method, no to"),
     "no column": ({"environment": "test_dialogues:Picky"}, "positional argument: 'colour'"),
     "no desk": ({"environment": "talk:Forgetful", "rows": RAISING}, "cannot be reset: "),
-    "a lock": ({"environment": "talk:Locked", "isolate": "process"},
-        "Locked cannot be sent to the process that scores, where a reward takes `environments`"),
     "no environment": ({"environment": None}, "needs 'environments', which is not a column"),
     "no turns": ({"max_turns": 0}, "task.max_turns = 0: Input should be greater than or equal to"),
     "no time": ({"tool_deadline": 0}, "task.tool_deadline = 0: Input should be greater than 0"),
@@ -252,12 +267,83 @@ def test_mistakes_are_told_before_anything_starts(case, config):
         check(config("Hi", **options))
 
 
-def test_an_environment_that_no_reward_takes_stays_with_the_searcher(config, tmp_path):
-    """It may hold what cannot be pickled."""
-    options = {"environment": f"{TESTS}/talk.py:Locked", "reward": f"{tmp_path}/rewards.py:blind"}
-    check(config("Hi", isolate="process", **options))
-    _, result = searched(config(call("double", n=1), "2", **options))
+def test_a_reward_that_does_not_ask_for_environments_gets_none(config, tmp_path):
+    _, result = searched(config(call("double", n=1), "2", reward=f"{tmp_path}/rewards.py:blind"))
     assert [t.reward for t in result.groups[0].trajectories] == [0.0, 0.0]
+
+
+# In the process that scores
+
+MORTAL = f"{TESTS}/programs.py:Mortal"
+
+
+def test_tools_answer_alike_in_the_process_that_scores(config, held):
+    """And rewards see the environments, which may hold what cannot be pickled."""
+    calls = [call("double", n=1), call("divide"), call("leave"), "<tool_call>?", call("later")]
+    turns = ["".join([*calls, call("later", word="soon")]), call("hang"), call("double", n=2), "-"]
+    options = {"environment": f"{TESTS}/talk.py:Locked", "tool_deadline": 0.5}
+    told = []
+    for isolate in ("none", "process"):
+        searcher, result = held(config(*turns, isolate=isolate, **options))
+        (group,) = result.groups
+        told.append((replies(searcher, group), result.stats.counts["tools/failures"]))
+        assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+    assert told[0] == told[1] and told[0][1] == 10
+
+
+@pytest.mark.parametrize(
+    ("tool", "reason", "why"),
+    [
+        ("vanish", "died", "the scoring process ended with exit status 3"),
+        ("freeze", "timeout", "the environments did not answer within 1.5 s"),
+    ],
+)
+def test_a_tool_that_ends_its_process_costs_the_dialogues_held_there(
+    tool, reason, why, config, held
+):
+    """The next ones are held in another process."""
+    settings = {"environment": MORTAL, "isolate": "process", "tool_deadline": 1.0}
+    searcher, result = held(config(call("double", n=1) + call(tool), "Well.", **settings))
+    assert dict(result.stats.rejected) == {reason: 2} and not result.groups
+    assert why in result.stats.last_rejection
+    assert len(result.died) == (reason == "died")
+    searcher.engine.answers = [call("double", n=1), "2"]
+    again = searcher.search(searcher.setup.held_out, seed=1)
+    assert [len(group.trajectories) for group in again.groups] == [2, 2]
+
+
+def test_a_reset_that_ends_its_process_costs_the_dialogues_that_begin_with_it(config, held):
+    rows = [ROWS[0], {**ROWS[1], "kind": "vanishes"}, *ROWS[2:]]
+    chosen = config("Hi", rows=rows, environment=MORTAL, isolate="process")
+    searcher, _ = held(chosen)
+    prompts = check(chosen).prompts
+    result = searcher.search(prompts[1:2], seed=1)
+    assert dict(result.stats.rejected) == {"died": 2} and result.died == {prompts[1].id}
+    again = searcher.search(searcher.setup.held_out, seed=2)
+    assert [len(group.trajectories) for group in again.groups] == [2, 2]
+
+
+def test_a_tool_has_the_memory_that_a_reward_has(config, held):
+    options = {"environment": MORTAL, "isolate": "process"}
+    searcher, result = held(config(call("grow"), "Well.", **options))
+    assert replies(searcher, result.groups[0]) == ["Error: MemoryError"]
+
+
+@pytest.mark.parametrize("isolate", ["none", "process"])
+def test_environments_run_where_rewards_do(isolate, config, held):
+    rows = [{**row, "kind": "tells"} for row in ROWS]
+    options = {"rows": rows, "environment": MORTAL, "isolate": isolate}
+    searcher, result = held(config("Hi", **options))
+    (_, pid) = searcher.text.decode(result.groups[0].prompt_tokens).split("Say 0")
+    assert (pid.removesuffix("[assistant]") == str(os.getpid())) == (isolate == "none")
+
+
+def test_environments_are_kept_until_their_dialogues_are_scored(config):
+    searcher, _ = searched(config(call("double", n=1), "2"))
+    kept = searcher.scoring._here._environments
+    for seed in range(3):
+        searcher.search(searcher.setup.held_out, seed)
+        assert len(kept) == 2 * 2
 
 
 def test_objectives_that_need_rollouts_are_refused(config):

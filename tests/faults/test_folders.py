@@ -64,9 +64,8 @@ def test_one_of_several_runs_in_a_folder_wins(case, tiny_model, tmp_path):
 
 PICKLES = {
     "tba/runtime/memory.py": "weights for searchers; the pickle goes with the call to them",
-    "tba/scoring/child.py": "requests of the searcher, through a socket that only it has",
-    "tba/agents/environment.py": "environments for the scoring process of the same run",
-    "tba/scoring/scoring.py": "writes these requests",
+    "tba/scoring/calls.py": "tasks from the searcher, through a socket that only it has",
+    "tba/scoring/scoring.py": "writes these tasks",
     "tba/search/searcher.py": "functions that were passed from Python, never from a file",
     "tba/tasks/_memory.py": "writes these functions",
 }

@@ -3,11 +3,13 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import programs
 import pytest
 from build import Slow, Steps, config, guard_of, misbehaving, requests
 from build import isolation_judge as judge
@@ -19,6 +21,7 @@ from suite import cases
 from tba.engines._batch import RunningBatch
 from tba.errors import ClusterLostError, EngineError
 from tba.open import open_run
+from tba.prompt import Prompt
 from tba.runs.checkpoint import Checkpoints
 from tba.runs.folder import locked
 from tba.runtime import SearchJob
@@ -30,7 +33,6 @@ from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
 from tba.setup.setup import check
-from tba.tasks import within
 from tba.tasks.custom import Custom
 
 MARGIN = 2.0
@@ -102,11 +104,19 @@ def in_a_search(seconds: float, model: Path, folder: Path) -> None:
 
 
 def in_a_tool(seconds: float, model: Path, folder: Path) -> None:
-    released = threading.Event()
-    began()
-    assert within(seconds, [lambda: released.wait(60), lambda: 3]) == [None, 3]
-    noticed()
-    released.set()
+    """One that holds the interpreter lock of the process that scores."""
+    environment = f"{Path(programs.__file__)}:Mortal"
+    own = {"environment": environment, "tool_deadline": seconds}
+    task = partial(Custom, data="", passed=(len,), **own)
+    guard = Scoring({"": task()}, ScoringProcess({"": task}, 1.0))
+    try:
+        ((desk, _),) = guard.reset("", [Prompt("0", "?")], 99)
+        began()
+        (result,) = guard.call_tools("", [(desk, "freeze", {}, "", 99)])
+        assert result.reason == "timeout"
+        noticed()
+    finally:
+        guard.close()
 
 
 def of_another_run(seconds: float, model: Path, folder: Path) -> None:

@@ -159,7 +159,7 @@ def test_a_dialogue_reads_as_the_template_gives_it(name, question, turns, data):
     """
     reader = READERS[name]
     results = [data.draw(WORDS) for _ in turns]
-    opening = reader.chat.opening(Prompt("p", question))
+    opening = reader.chat.described(reader.chat.opening(Prompt("p", question)))
     chat = [*opening]
     read = reader.chat.encode(Prompt("p", question)).tolist()
     for i, turn in enumerate(turns):
@@ -215,12 +215,12 @@ def test_a_last_message_of_the_policy_is_continued(name, begun):
 def test_a_dialogue_goes_on_with_a_message_that_the_row_has_begun():
     reader = READERS["ChatML"]
     prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "First,"}]
-    opening = reader.chat.opening(Prompt("p", prompt), " (it begins)")
+    opening = reader.chat.described(reader.chat.opening(Prompt("p", prompt), " (it begins)"))
     assert [m["content"] for m in opening[1:]] == ["Hi (it begins)", "First,"]
     reply = reader.chat.reply(0, [{"role": "tool", "content": "7"}], opening)
     read = [*reader.chat.encode(Prompt("p", prompt)), 0, *reply]
     told = {"role": "user", "content": "<tool_response>\n7\n</tool_response>"}
-    chat = [*reader.chat.opening(Prompt("p", prompt)), told]
+    chat = [*reader.chat.described(reader.chat.opening(Prompt("p", prompt))), told]
     whole = reader.text.tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, tokenize=False
     )
