@@ -20,7 +20,7 @@ import pytest
 from conftest import EOS
 from programs import refusal, user
 from suite import until
-from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
+from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
 from tba.agents.endpoint import Agents, Endpoint, OpenSession
 from tba.agents.session import Session
@@ -115,7 +115,7 @@ def test_the_temperature_of_the_config_is_allowed_in_evaluations_of_another_one(
 def test_an_engine_that_samples_at_one_temperature_refuses_others(agent, held, monkeypatch):
     """Also where nothing is trained, as by `tba serve`: it would ignore them."""
     searcher, _ = held(agent("once", "1"))
-    monkeypatch.setattr(Script, "explores", False)
+    monkeypatch.setattr(type(searcher.engine), "explores", False)
     endpoint = Endpoint(searcher.engine, searcher.text)
     url = endpoint.begin(OpenSession(Session("append"), searcher.engine.sampling, 0, 0, 9))
     assert "cannot sample so" in refusal(url, [user("Say 1")], temperature=0.7)[2]
