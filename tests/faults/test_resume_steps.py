@@ -134,7 +134,8 @@ def test_a_clock_that_jumps_changes_nothing(case, tiny_model, tmp_path, monkeypa
 
 WALL_CLOCK = {
     "tba/runs/state.py": "how long ago a run was written to",
-    "tba/runs/folder.py": "the name of a new folder, and since when a folder is held",
+    "tba/runs/folder.py": "since when a folder is held",
+    "tba/setup/checks.py": "the name of a new folder",
     "tba/runs/summary.py": "when a session began, to be read by a person",
     "tba/agents/wire.py": "when a reply was made, as OpenAI's API says it",
 }
