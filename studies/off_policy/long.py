@@ -1,4 +1,4 @@
-"""The long study: longer answers, replay, search with rounded weights, wrong rewards, a real model.
+"""The long study: longer answers, graded rewards, replay, rounded weights, a real model.
 
     python studies/off_policy/long.py                   # `make study-long`; runs what rows/ lacks
     python studies/off_policy/long.py working replay    # only these experiments
@@ -6,14 +6,14 @@
     python studies/off_policy/long.py --draw            # only the tables and figures, from the rows
 
 `working` asks whether answers of 40 tokens age faster than those of `make study`, which have 5.
-`replay` asks what training on each response 1, 2, 4 and 8 times buys, per response generated and
-per FLOP of generation and training. `quantised` samples from weights of 8 to 2 bits, without any
-correction but the objective's own. `steps` asks whether small rates need more steps only, and
-`constants` what the table owes to betas and weights. `others` has the objectives that `make study`
-has no time for, and `alpha` other divergences than that of `tb`. `wrong_rewards` asks whether
-replay by reward amplifies errors of the reward, and `selection` whether prompts of predicted
-difficulty are learned faster. `real` needs a model and data, BENCH_MODEL and BENCH_DATA as
-docs/performance.md says, and is skipped without them. experiment.py says how each is run.
+`graded` has the share of right digits as the reward. `replay` asks what training on each response
+1, 2, 4 and 8 times buys, per response generated and per FLOP of generation and training.
+`quantised` samples from weights of 8 and 4 bits, without any correction but the objective's own.
+`steps` asks whether small rates need more steps only. `others` has the objectives that `make study`
+has no time for, and `alpha` other divergences than that of `tb`. `selection` asks whether prompts
+of predicted difficulty are learned faster. `real` needs a model and data, BENCH_MODEL and
+BENCH_DATA as docs/performance.md says, and is skipped without them. experiment.py says how each is
+run.
 """
 
 from __future__ import annotations
@@ -62,6 +62,19 @@ WORKING = brief(
         "sampling.max_tokens": 48,
     },
 )
+GRADED = brief(
+    name="graded",
+    condition="lag",
+    objectives={
+        **some("tb tapered", "tb reward", "dr_grpo", "cispo", "raft", "topr"),
+        "raft, threshold 1": {**OBJECTIVES["raft"], "objective.threshold": 1.0},
+        "topr, baseline 0.8": {**OBJECTIVES["topr"], "objective.baseline": 0.8},
+    },
+    conditions={lag: {"runtime.lag": lag} for lag in (0, 64)},
+    seconds=14,
+    betas=(0.01, 0.03),
+    given={"task.use": "studies.off_policy.graded.GradedSums"},
+)
 REPLAY = brief(
     name="replay",
     condition="updates per response",
@@ -81,7 +94,7 @@ QUANTISED = brief(
     },
     conditions={
         bits: {"engine.use": "studies.off_policy.quantised.Quantised", "engine.bits": bits}
-        for bits in (32, 8, 4, 3, 2)
+        for bits in (32, 8, 4)
     },
     seconds=20,
 )
@@ -95,42 +108,6 @@ STEPS = brief(
     given={"run.steps": 1000, "eval.every": 100},
 )
 """Small rates with five times as many steps."""
-CONSTANTS = brief(
-    name="constants",
-    condition="lag",
-    objectives={
-        "tb tapered": OBJECTIVES["tb tapered"],
-        "tb tapered, beta 0.3": {**OBJECTIVES["tb tapered"], "objective.beta": 0.3},
-        "tb tapered, beta 0.01": {**OBJECTIVES["tb tapered"], "objective.beta": 0.01},
-        "tb tapered, beta 0.001": {**OBJECTIVES["tb tapered"], "objective.beta": 0.001},
-        "tb, importance cap 1": {
-            "objective.use": "tb",
-            "objective.beta": 0.1,
-            "objective.importance_cap": 1.0,
-        },
-        "tba_prime, beta 0.005": {"objective.use": "tba_prime", "objective.beta": 0.005},
-        "rloo, token weights": {**OBJECTIVES["rloo"], "objective.importance": "token"},
-        "rloo, sequence weights": {**OBJECTIVES["rloo"], "objective.importance": "sequence"},
-        "dr_grpo, beta 0.04": {**OBJECTIVES["dr_grpo"], "objective.beta": 0.04},
-        "oapl, beta 0.1": {**OBJECTIVES["oapl"], "objective.beta": 0.1},
-        "oapl, beta and V's 0.1": {
-            **OBJECTIVES["oapl"],
-            "objective.beta": 0.1,
-            "objective.value_beta": 0.1,
-        },
-        **{
-            f"{name}, warm-up 40": {**OBJECTIVES[name], "trainer.warmup_steps": 40}
-            for name in ("tb tapered", "tba_prime", "cispo", "m2po")
-        },
-        **{
-            f"{name}, not clipped": {**OBJECTIVES[name], "trainer.max_grad_norm": 1e9}
-            for name in ("tb", "tb tapered", "tba_prime", "cispo")
-        },
-    },
-    conditions={lag: {"runtime.lag": lag} for lag in (16, 64)},
-    seconds=14,
-)
-"""What the table owes to its constants: the pull to the reference, weights, warm-up, clipping."""
 OTHERS = brief(
     name="others",
     condition="lag",
@@ -178,25 +155,6 @@ REAL = Experiment(
     schedules=("constant",),
     wider=1,
 )
-MIXED = {**OBJECTIVES["tb"], "strategy.use": "mixture", "strategy.recent": 0.5}
-WRONG_REWARDS = brief(
-    name="wrong_rewards",
-    condition="rewards",
-    objectives={
-        "tb, replay at random": {**MIXED, "strategy.reward": 0.0},
-        "tb, replay by reward": {**MIXED, "strategy.reward": 1.0},
-    },
-    conditions={
-        f"{100 * share:g} % {kind}": {
-            "task.use": "studies.off_policy.wrong_rewards.WrongSums",
-            "task.kind": kind,
-            "task.share": share,
-        }
-        for kind, share in (("flip", 0.0), ("flip", 0.05), ("flip", 0.2), ("plant", 0.2))
-    },
-    seconds=14,
-)
-"""Half of each batch is new; the other half is replayed."""
 SELECTION = Experiment(
     name="selection",
     condition="sums",
@@ -219,14 +177,13 @@ EXPERIMENTS = {
     e.name: e
     for e in (
         WORKING,
+        GRADED,
         REPLAY,
         QUANTISED,
         REAL,
         STEPS,
-        CONSTANTS,
         OTHERS,
         ALPHA,
-        WRONG_REWARDS,
         SELECTION,
     )
 }

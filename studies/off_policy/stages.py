@@ -16,11 +16,12 @@ from statistics import fmean
 from experiment import Experiment
 
 DOCS = Path(__file__).parents[2] / "docs"
+REWARD = {"objective.use": "tb", "objective.taper": "reward"}
 OBJECTIVES = {
     "tb": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "none"},
     "tb tapered": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "residual"},
-    "tb reward": {"objective.use": "tb", "objective.beta": 0.1, "objective.taper": "reward"},
-    "tb shift": {"objective.use": "tb", "objective.beta": 0.1, "objective.shift": 0.5},
+    "tb reward": {**REWARD, "objective.beta": 0.1},
+    "tb shift": {**REWARD, "objective.beta": 0.03, "objective.shift": 0.5},
     "tba_prime": {"objective.use": "tba_prime", "objective.beta": 0.1},
     "rloo": {"objective.use": "rloo", "objective.beta": 0.1},
     "grpo": {"objective.use": "grpo", "objective.beta": 0.04},

@@ -41,7 +41,7 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score, "curve": curve} | others
 
 
-NAMES = "lags replay quantised others alpha wrong_rewards selection steps constants working real"
+NAMES = "lags graded replay quantised others alpha selection steps working real"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
