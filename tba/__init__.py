@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Data: TypeAlias = Sequence[dict[str, Any]] | Dataset | DataFrame
     Reward: TypeAlias = Callable[..., Any]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = ["Config", "load", "open_run", "result", "train"]
 
 
