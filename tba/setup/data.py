@@ -88,13 +88,14 @@ def read_prompts(
     if not task.samples_again:
         apart = {identity(task, prompt, ids) for prompt, ids in evaluated}
         apart |= {identity(task, p, encode(p)) for p in kept_back[len(held_out) :]}
-        left = [(p, ids) for p, ids in encoded if identity(task, p, ids) not in apart]
+        is_apart = [identity(task, p, ids) in apart for p, ids in encoded]
+        left = [pair for pair, also in zip(encoded, is_apart, strict=True) if not also]
         if not left:
             raise ValueError(
                 f"all {len(encoded):,} training prompts are also held out; name another file for"
                 " one of the two, or set eval.prompts=0"
             )
-        lost = [p for p, ids in encoded if identity(task, p, ids) in apart]
+        lost = [p for (p, _), also in zip(encoded, is_apart, strict=True) if also]
         why = "are also held out, and not trained on"
         check_loss(task, "training prompts", lost, prompts, why, allowed)
         encoded = left

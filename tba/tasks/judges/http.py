@@ -177,7 +177,7 @@ class Http(Judge):
                     if encoding != "identity":
                         told = f"answered in {encoding}, though it was asked for plain text"
                         raise ValueError(told)
-                    content = b""
+                    content = bytearray()
                     async for part in response.aiter_raw():  # no more than is kept
                         content += part
                         if len(content) > LARGEST:
