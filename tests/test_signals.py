@@ -1,10 +1,10 @@
 """Signals: the first asks to save and stop, the second ends the process, whatever it is doing."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -29,19 +29,30 @@ with Stop() as stop:
 """A call of many minutes outside of Python, in which no handler of a signal runs."""
 
 
+class Repeats(io.StringIO):
+    """A standard error that sends a signal again whenever a line is printed to it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str) -> int:
+        signal.raise_signal(self.number)
+        return super().write(text)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_asks_also_if_it_comes_twice_at_once(number, monkeypatch):
     """`timeout` sends it to its child, and then to the group."""
-    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.2)
+    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
+    monkeypatch.setattr(sys, "stderr", Repeats(number))
     before = signal.getsignal(number)
-    again = threading.Timer(0.05, os.kill, [os.getpid(), number])
     with Stop() as stop:
         assert not stop.requested
-        again.start()
         signal.raise_signal(number)
-        again.join()
         assert stop.requested and signal.getsignal(number) is signal.SIG_DFL
     assert signal.getsignal(number) is before
+    assert "interrupt again" in sys.stderr.getvalue()
 
 
 def test_a_hangup_that_is_ignored_stays_so():
