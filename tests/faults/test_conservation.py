@@ -41,7 +41,10 @@ def ended_by(
     def running() -> list[psutil.Process]:  # a later process may have the number of an ended one
         return sorted({*searchers()} - ended, key=lambda process: process.pid)
 
-    until(lambda: len(running()) == 2, 120, every=0.1)
+    def all_started() -> bool:  # until the run knows it, `runtime.start_deadline` holds
+        return len(running()) == run.searchers.stats.latest["searchers/running"] == 2
+
+    until(all_started, 120, every=0.1)
     restarts = restarts_of(run)
     chosen = case.pick(running())
     ended.add(chosen)
