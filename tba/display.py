@@ -1,4 +1,4 @@
-"""Text for people: untrusted text on a terminal, sizes in bytes, and durations."""
+"""Text for display: untrusted text on a terminal, sizes in bytes, and durations."""
 
 
 def printable(text: str) -> str:
