@@ -13,7 +13,7 @@ $(VENV)/installed: pyproject.toml constraints.txt tba/__init__.py
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU and draw a report
+demo: $(VENV)/installed  ## train the bundled model asynchronously on the CPU and write a report
 	@rm -rf runs/demo
 	@$(BIN)/tba train run.folder=runs/demo $(DEMO)
 	@$(BIN)/tba report runs/demo
