@@ -1,10 +1,10 @@
-"""An environment in TRL's convention, and a reward for the dialogues that are held with it."""
+"""An environment that follows TRL's convention, and a reward for its dialogues."""
 
 from typing import Any
 
 
 class Calculator:
-    """Multiplies. Each dialogue has an instance of its own."""
+    """Multiplies. Each dialogue has a separate instance."""
 
     def reset(self, **row: Any) -> None:
         """Begin a dialogue about a row of the data set."""
