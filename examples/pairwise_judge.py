@@ -24,7 +24,7 @@ class WinRate:
 
     model: str
     longest: int = 2000
-    """Characters of a completion that are read: one too long for the judge would cost its group."""
+    """Characters of a completion to read: one too long for the judge would cost its whole group."""
 
     @cached_property
     def judge(self) -> GuardModel:
