@@ -85,9 +85,9 @@ def train_command(
     rescore: Rescore = False,
     drop_replay: Drop = False,
 ) -> None:
-    """Train a model. Without a config file: three-digit addition on the CPU."""
+    """Train a model. Without a config file, train three-digit addition on the CPU."""
     if rescore + drop_replay > (resume is not None):
-        raise ValueError("--rescore and --drop-replay need --resume RUN; give one of the two")
+        raise ValueError("--rescore and --drop-replay need --resume RUN; give only one of the two")
     if gpus is not None and not dry_run:
         raise ValueError("--gpus plans for other machines: add --dry-run")
     replay: Replay = "keep"
@@ -115,7 +115,7 @@ def check_command(
     gpus: Gpus = None,
     verbose: Annotated[bool, Option("--verbose", help="Print the whole config as TOML.")] = False,
 ) -> None:
-    """Check a config: its data, reward, memory and seconds per step. Without one, this machine.
+    """Check a config: its data, reward, memory and time per step. Without one, check this machine.
 
     Nothing is trained. The output of --machine is for bug reports; status 1 means a failed check.
     """
@@ -151,14 +151,14 @@ def _check(
 def plan_command(
     settings: ConfigSettings = None,
     gpus: Gpus = None,
-    run: Annotated[Path | None, Option(metavar="RUN", help="Take rates of a finished run.")] = None,
+    run: Annotated[Path | None, Option(metavar="RUN", help="Use a finished run's rates.")] = None,
     decode: Annotated[float | None, Option(help="Tokens per second of a searcher.")] = None,
     train: Annotated[float | None, Option(help="Tokens per second of the trainer.")] = None,
-    response: Annotated[float | None, Option(help="Mean tokens of a response.")] = None,
+    response: Annotated[float | None, Option(help="Mean length of a response in tokens.")] = None,
     judge: Annotated[float | None, Option(help="Seconds that a search waits for rewards.")] = None,
     network: Annotated[float | None, Option(help="GB per second for weights.")] = None,
 ) -> None:
-    """Estimate how many searchers keep the trainer busy, and what else to expect of a run."""
+    """Estimate how many searchers keep the trainer busy, and the memory and time of a run."""
     config = placed(_config(settings or [], None))
     from tba.setup.machine import planned_machine
     from tba.tools.plan import plan
@@ -231,7 +231,7 @@ def report_command(
     from tba.tools.report import report, watch
 
     if is_watched:
-        os.nice(19)  # the run has precedence
+        os.nice(19)  # the run has priority
     print(watch(runs, out, partial(print, flush=True)) if is_watched else report(runs, out))
 
 
@@ -259,7 +259,7 @@ def rollouts(
     out: Annotated[Path, Argument(help="New JSONL file.")],
     step: Step = None,
     remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the model's code for its tokenizer.")
+        bool, Option("--trust-remote-code", help="Run the model's code to load its tokenizer.")
     ] = False,
 ) -> None:
     """Write the replay buffer of a run as JSONL, with texts and tokens, for replay.rollouts."""
@@ -276,7 +276,7 @@ def serve_command(
     port: Annotated[int, Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any.")] = 0,
     step: Step = None,
 ) -> None:
-    """Serve a model as task=agent does, to develop a program with. Nothing is trained."""
+    """Serve a model as task=agent does, for developing a program. Nothing is trained."""
     _refuse_dashes(settings or [])
     run = Path(path) if is_run(Path(path)) else None
     if run is not None:

@@ -121,10 +121,11 @@ def run(
     replay: Replay = "keep",
     passed: InMemoryData | None = None,
 ) -> Summary:
-    """Train to the end of the run. ValueError before anything starts if the config cannot work.
+    """Train to the end of the run.
 
-    If ranks of the trainer are lost, the run is reopened from its newest checkpoint. Without a
-    checkpoint it ends, because a run never starts over by itself.
+    Raises ValueError before anything starts if the config cannot work. If ranks of the trainer are
+    lost, the run is reopened from its newest checkpoint. Without a checkpoint it ends, because a
+    run never starts over by itself.
     """
     config = placed(config)
     folder = Path(config.run.folder) if resume is None else resume
@@ -222,7 +223,7 @@ def _assemble(
     setup: RunSetup, folder: Path, stored: Path | None, replay: Replay,
     rollouts: Sequence[Group], stop: Stop, console: Console, closing: ExitStack,
 ) -> Run:  # fmt: skip
-    """Build a run, new or from a checkpoint. Register all that must be closed in `closing`."""
+    """Build a run, new or from a checkpoint. Register everything to close in `closing`."""
     c = setup.config
     place, cluster = open_places(c, console.phase, closing)
     stop.install()  # Ray has replaced the signal handlers with its own

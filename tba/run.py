@@ -179,7 +179,7 @@ class Run:
             self.buffer.add(groups, now=self.step)
             if self.ending or not self._awaited():
                 return
-        few = "samples are rejected, or have numbers that are not finite (buffer/not_finite)"
+        few = "samples are rejected, or have non-finite numbers (buffer/not_finite)"
         raise SearchError(f"{PATIENCE} searches in a row gave too few samples for a step: {few}")
 
     def _awaited(self) -> int:
@@ -361,7 +361,7 @@ class Run:
                 resume = f"{continues(self.folder)} its newest checkpoint"
                 raise OSError(errno.ENOSPC, f"{error}. With free space, {resume}") from error
             raise
-        if complete:  # a stopped run is judged when it has been resumed
+        if complete:  # a stopped run gets these warnings after it has been resumed
             self.warn(self.warnings.end(), at_end=True)
         finished = complete and self.evaluating == 0
         evaluations = read_evaluations(self.folder)
@@ -385,7 +385,7 @@ class Run:
         try:
             yield
         except SOUND as error:
-            # the evaluation of the unfinished step, which the resumed run makes up for
+            # the evaluation of the unfinished step, which the resumed run repeats
             if self.step > began and due(self.step, self.config.eval.every):
                 self.evaluating = self.evaluating or 1
             wrong = error.version if isinstance(error, NotFinite) else None

@@ -11,7 +11,7 @@ LOGP_NOISE_FP32 = 0.01
 LOGP_NOISE_BF16 = 0.3
 """The same for a model that computes in bf16."""
 PASS_TOKENS = 16_384
-"""Tokens of a pass where `trainer.token_budget` is auto, and no memory of a GPU is known."""
+"""Tokens of a pass if `trainer.token_budget` is auto and no GPU's memory is known."""
 OFF = {"top_p": 1.0, "top_k": 0}
 """Settings that change which tokens are chosen, but not their log-probs, with neutral values."""
 
@@ -42,7 +42,7 @@ FILLED_IN = {"given": True}
 def by_key(name: str, table: Any) -> dict[str, Any] | None:
     """Return the values of a table by `table.key`; None if it is not a table.
 
-    In place of a plug-in's table, a text is its `use`.
+    A text in place of a plug-in's table is its `use`.
     """
     if isinstance(table, Mapping):
         return {f"{name}.{key}": value for key, value in table.items()}
@@ -117,7 +117,7 @@ class RunTable(Table):
 
 class LoraTable(Table):
     r: Positive = key(16, "rank of the adapters")
-    alpha: Positive = key(32, "PEFT's lora_alpha: what an adapter adds is scaled by alpha / r")
+    alpha: Positive = key(32, "PEFT's lora_alpha: the output of an adapter is scaled by alpha / r")
     target_modules: Annotated[Texts, Field(min_length=1)] = key(
         ("all-linear",),
         'names of the layers to adapt, such as ["q_proj", "v_proj"]; all-linear: every linear layer'
@@ -179,7 +179,7 @@ class SamplingTable(Table):
     truncated: Literal["keep", "reject"] | float = key(
         "keep",
         "how to treat training responses cut off by max_tokens; keep: score them like others;"
-        " reject: count them, but do not train on them; a number: their reward, without a call of"
+        " reject: count them, but do not train on them; a number: their reward, without calling"
         " the task",
     )
     stop: Texts = key((), "texts that end a response besides EOS; rewards see the text before them")
@@ -198,7 +198,7 @@ class SamplingTable(Table):
 
     @property
     def reshaped(self) -> dict[str, Any]:
-        """The settings, with values, under which tokens are not chosen as their log-probs say."""
+        """The settings, with values, that make the choice of tokens differ from their log-probs."""
         given = {name: getattr(self, name) for name in OFF}
         return {name: value for name, value in given.items() if value != OFF[name]}
 
@@ -270,7 +270,7 @@ class TrainerTable(Table):
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens per pass: `token_budget`, for which a run's setup has put a number."""
+        """Tokens per pass: `token_budget`, which the setup of a run sets to a number."""
         return PASS_TOKENS if self.token_budget == "auto" else self.token_budget
 
     def warmup(self, steps: int) -> int:
