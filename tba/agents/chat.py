@@ -71,11 +71,11 @@ class Chat:
         if not self.schemas:
             return
         if "?" not in self._after_turn(QUESTION, [{"role": "tool", "name": "f", "content": "?"}]):
-            raise ValueError("the chat template shows no results of tools; use another model")
+            raise ValueError("the chat template does not show tool results; use another model")
         if self.describes_tools and not self._own_form and self._writes_another_form:
             raise ValueError(
                 "the chat template writes tool calls in another form, and the tokenizer does not"
-                " say how to read it; add response_template to tokenizer_config.json, or"
+                " say how to parse it; add response_template to tokenizer_config.json, or"
                 f" use a model that writes <tool_call>{FORM}</tool_call>"
             )
 
@@ -245,7 +245,7 @@ class Chat:
             return self.text.render(messages, {"tools": schemas}, roles)
         except ValueError as error:
             raise ValueError(
-                f"{error}; use a model whose template takes a system message, and messages after"
+                f"{error}; use a model whose template accepts a system message, and messages after"
                 " the assistant's"
             ) from error
 
@@ -287,7 +287,7 @@ def check_stop(stops: Sequence[str], text: Tokenizer, key: str = "sampling.stop"
 
 
 def endings(text: Tokenizer, chats: bool, stop: Sequence[str]) -> list[str]:
-    """Return a line with the ends of responses, and warnings; templates end only `chats`."""
+    """Return a line with what ends responses, and warnings; templates are read only for `chats`."""
     warnings = []
     others = [source for source, ids in text.ends.items() if text.eos_id not in ids]
     if others and "policy.eos_token" not in text.ends:
@@ -329,7 +329,8 @@ def _end_of_turn(text: Tokenizer) -> tuple[str, int | None]:
 def encoder(text: Tokenizer, task: Task) -> Encode:
     """Return the encoder of a task's prompts, which includes the task's tools.
 
-    Raises ValueError if the task has tools or a program, and the tokenizer no chat template for it.
+    Raises ValueError if the task has tools or a program, and the tokenizer has no chat template for
+    it.
     """
     if task.program is not None:
         with about("task.rollout"):
@@ -382,7 +383,7 @@ def _read(written: str) -> ToolCall:
     """Parse the call between the tags."""
     try:
         call = json.loads(written)
-        # other parsers reject Infinity, and tokenizers half of a character
+        # other parsers reject Infinity, and tokenizers reject half of a character
         json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
         return _call({"function": call})
     except (ValueError, RecursionError) as error:

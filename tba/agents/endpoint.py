@@ -41,9 +41,9 @@ from tba.types import GIVEN, Completion, Sampling, Turn
 
 NO_CALL = Rejected(Reason.NO_CALL, "the program has not called the policy")
 WAITING = 1024
-"""Most pending requests; further ones are refused with status 503."""
+"""Maximum number of pending requests; further requests are refused with status 503."""
 CHATS = 64
-"""Most sets of tools whose chats are cached."""
+"""Maximum number of sets of tools whose chats are cached."""
 ENDED = "the session has ended, or there is none at this path"
 
 
@@ -62,7 +62,7 @@ class Endpoint:
         self.failure: BaseException | None = None
         """The exception that the engine raised while it sampled a reply."""
         self._text = text
-        self._fixed = fixed or ("" if engine.explores else "the engine cannot sample so")
+        self._fixed = fixed or ("" if engine.explores else "the engine cannot sample with it")
         self._config = engine.sampling
         self._streams = streams
         self._sessions: dict[str, OpenSession] = {}
@@ -118,7 +118,7 @@ class Endpoint:
     async def _reply(self, request: Any) -> Any:
         """Return the reply, which is recorded once even if several connections wait for it."""
         if self.turns.waiting > WAITING:
-            raise RefusedError(503, "too many requests wait; come again")
+            raise RefusedError(503, "too many requests are pending; try again later")
         name = request.path_params["session"]
         if name not in self._sessions:  # without a valid session, the body is not read
             raise RefusedError(410, ENDED)
@@ -138,7 +138,7 @@ class Endpoint:
             job.task = asyncio.create_task(self._sampled(live, asked, job))
             live.jobs.append(job)
         if await _is_gone(request, job):
-            return RefusedError(499, "the client has left").reply()
+            return RefusedError(499, "the client has disconnected").reply()
         if not key:  # nothing will request it again
             live.jobs = [each for each in live.jobs if each is not job]
         return await self._response(name, live, asked, job)
@@ -146,7 +146,7 @@ class Endpoint:
     async def _stream(
         self, name: str, live: OpenSession, asked: ChatRequest, job: PendingReply
     ) -> Any:
-        """Return a reply that is sent while it is sampled, or the whole if the engine cannot."""
+        """Return a reply that is sent while it is sampled, or as a whole if the engine cannot."""
         from starlette.responses import StreamingResponse
 
         stream = TokenStream(self._text, asked.stops or live.sampling.stop)

@@ -100,7 +100,7 @@ class Dialogues:
             tokens = self.chat.encode(prompt, begin[:limit])
             if len(tokens) > longest or len(begin) > limit:
                 problem = (
-                    f"prompt {prompt.id!r} has {len(tokens)} tokens with what reset returned; the"
+                    f"prompt {prompt.id!r} has {len(tokens)} tokens with the text of reset; the"
                     f" model's context has room for {longest}; lower sampling.max_tokens"
                 )
                 tokens = self.chat.encode(prompt)
@@ -134,7 +134,7 @@ class Dialogues:
                 turns.append(Turn(context.context, own, seed_of(seed, Use.TURN, d.number, turn)))
         for (d, context), said in zip(asked, self.engine.complete(turns), strict=True):
             message, calls = self.chat.read(context.context, said.tokens, sampling.stop)
-            # in the session without calls, of which the template may not be able to write some
+            # without calls in the session, because the template may be unable to write some of them
             plain = {"role": "assistant", "content": message["content"]}
             d.session.add(context, said, plain)
             d.messages.append(message)
@@ -195,6 +195,6 @@ def _alike(
     if text != begin:
         problem = (
             f"reset returned {text[:SHOWN]!r} and {begin[:SHOWN]!r} for the same row, but the"
-            " samples of a prompt must have the same beginning; take what is random from the row"
+            " samples of a prompt must have the same beginning; take anything random from the row"
         )
     return Rejected(Reason.RAISED, f"task.environment: {problem}") if problem else environment

@@ -28,9 +28,9 @@ History = Literal["append", "template"]
 """How the policy sees the past: as its own tokens, or as the chat template renders it."""
 
 AT_ONCE = 1024
-"""Most turns that an engine samples at once, if they join a running batch."""
+"""Maximum number of turns that an engine samples at once, if they join a running batch."""
 TOKENISING = 0.1
-"""Most seconds that a batch waits for requests that are being tokenised."""
+"""Maximum number of seconds that a batch waits for requests that are being tokenised."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change its content."""
 REPLY = ("role", "content", "tool_calls")
@@ -216,7 +216,7 @@ class Session:
             now = squeezed(rendered)
             shown = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
             earlier = [e for e, then in zip(earlier, shown, strict=True) if now.startswith(then)]
-        # a reply of white space does not change what is said
+        # a reply that is only white space adds nothing to the messages
         return max(earlier, key=lambda each: (len(each.said), len(each.path)), default=None)
 
 

@@ -29,7 +29,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
     "logit_bias": ({},), "chat_template_kwargs": ({},), "skip_special_tokens": (False,),
 }  # fmt: skip
-"""Parameters and their values that have no effect; other values are refused."""
+"""Parameters with the values that have no effect; other values are refused."""
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "request_id", "priority", "cache_salt",

@@ -35,9 +35,9 @@ class TaskCalls:
         self._hanging: set[int] = set()  # they have a call that has not returned
 
     def answer(self, request: Sequence[Any]) -> Any:
-        """Answer a call, a name and arguments; return JSON, or an awaitable of it.
+        """Answer a call, which is a name and arguments; return JSON, or an awaitable of it.
 
-        Errors of the user's code become rejections, and results that the policy reads.
+        Errors in the user's code become rejections, or results that the policy reads.
         """
         name, *arguments = request
         if name == "score":

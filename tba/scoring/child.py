@@ -7,7 +7,7 @@ are lines of JSON, sent through a socket:
     [number, "returned", value]     its reply; or "raised" with a traceback, or "late"
     [number, "awaits", seconds]     an async function runs: its reply follows within `seconds`
 
-The first line says what answers calls. The reply to it has the number STARTED and the kind
+The first line names what answers the calls. The reply to it has the number STARTED and the kind
 "started" or "failed". Sync functions run in one thread, async functions in an event loop in another
 thread. The main thread runs the rewards, because some graders set alarms, or the event loop of a
 program.
@@ -38,9 +38,9 @@ from typing import Any
 STARTED = 0
 """Number of the first reply."""
 SLICE = 0.1
-"""Most seconds that count against a call's deadline while the event loop is blocked."""
+"""Maximum number of seconds that count against a deadline while the event loop is blocked."""
 THREADS = 10_000
-"""Most sync functions that an event loop runs at once, including functions that hang."""
+"""Maximum number of sync functions that an event loop runs at once, including those that hang."""
 PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -51,13 +51,13 @@ def serve(end: int) -> None:
     os.set_inheritable(end, False)  # a process that inherits it would hide the end of this one
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, end))
     _limit(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # out of memory, Linux kills this process instead of the trainer
+    with suppress(OSError):  # when memory runs out, Linux kills this process instead of the trainer
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     Server(socket.socket(fileno=end)).serve()
 
 
 def kill_with_parent() -> None:
-    """Let the kernel end the whole group when the parent ends.
+    """Let the kernel end the whole process group when the parent ends.
 
     When the parent's end of standard input closes, the kernel sends the group a signal, which ends
     it even while a function holds the GIL. On Linux it is SIGKILL, which cannot be ignored.
@@ -96,7 +96,7 @@ class Server:
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS))
 
     def serve(self) -> None:
-        """Build what answers calls, and answer them until the caller has ended."""
+        """Build the function that answers calls, and answer them until the caller has ended."""
         member, argument, max_memory = json.loads(self._calls.readline())
         try:
             build = sessions_of if member is None else pkgutil.resolve_name(member)
@@ -215,14 +215,14 @@ def sessions_of(rollout: str) -> Callable[[Any], Any]:
 
 
 def _targets(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Return a function that makes the program's first argument of a URL: itself, or a client."""
+    """Return a function that turns a URL into the program's first argument: the URL or a client."""
     if next(iter(inspect.signature(function).parameters), "") != "client":
         return str
     import ssl
 
     import openai
 
-    secure = ssl.create_default_context()  # it takes longer than the rest of a client
+    secure = ssl.create_default_context()  # takes longer than building the rest of a client
 
     def client(base_url: str) -> Any:
         connections = openai.DefaultAsyncHttpxClient(verify=secure)
@@ -234,7 +234,7 @@ def _targets(function: Callable[..., Any]) -> Callable[[str], Any]:
 def _call(function: Callable[..., Any], target: Any, row: dict[str, Any]) -> Any:
     try:
         return function(target, row)
-    except StopIteration as error:  # a future cannot hold it
+    except StopIteration as error:  # a future cannot store it
         raise RuntimeError(repr(error)) from error
 
 

@@ -41,7 +41,7 @@ BLOCKED = 5.0
 PAUSES = (0.0, 0.5, 2.0, 5.0)
 """Seconds before each attempt to restart a child that has worked and ended."""
 LONGEST_LINE = 2**28
-"""Most bytes of a reply, such as the results of tools."""
+"""Maximum size of a reply in bytes, such as the results of tools."""
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """Read errors: the child was killed during a reply, or a user's function wrote to its socket."""
 
@@ -56,7 +56,7 @@ class Process(ABC):
         self, name: str, setup: tuple[str | None, str, float], start_deadline: float, grace: float,
         hint: str = "",
     ):  # fmt: skip
-        """Errors have the `name`; the error of a failed start also has `hint`.
+        """Error messages contain `name`; that of a failed start also contains `hint`.
 
         `setup` is sent before all calls: what answers them, as `package.module:function`, or None
         for a program; its argument; and GB of memory that calls may use. A call that is `grace`
@@ -75,7 +75,7 @@ class Process(ABC):
         self._worked = False  # whether a child has ever started
         self._numbers = count(STARTED + 1)
         self._replies: dict[int, asyncio.Queue[Any]] = {}
-        """Kinds and values of replies that were not read yet, by the number of the call."""
+        """Kinds and values of replies that have not been read yet, by the number of the call."""
 
     @abstractmethod
     def child(self, end: int) -> Child:
@@ -106,9 +106,9 @@ class Process(ABC):
         """Send a request, which is JSON, and return the parsed reply, or a rejection.
 
         Calls begin one after the other, and one that is `alone` when no other is in flight. `limit`
-        is called when a call begins: it returns its deadline in seconds, or a rejection of a call
-        that is not tried. `late` returns the error if it passes. Returns None if the process ended
-        and another call may be the cause, unless this is the `last` attempt.
+        is called when a call begins: it returns the deadline in seconds, or a rejection if the
+        call is not to be tried. `late` returns the error if the deadline passes. Returns None if
+        the process ended and another call may be the cause, unless this is the `last` attempt.
         """
         async with self._turn:
             while alone and self._replies:
@@ -183,7 +183,7 @@ class Process(ABC):
                 kind, value = replies.get_nowait()
         except TimeoutError:
             limit = f"runtime.start_deadline = {self._start_deadline:g} s"
-            kind, value = "failed", f"not within {limit}; raise it if models load so long"
+            kind, value = "failed", f"not within {limit}; raise it if models take longer to load"
         finally:
             del self._replies[STARTED]
         if kind == "ended":

@@ -39,7 +39,7 @@ NOT_TRIED = Rejected(Reason.TIMEOUT, f"not tried: {TIMEOUTS} calls in a row time
 
 @dataclass(frozen=True)
 class Environment:
-    """Handle of an environment, which is kept where its task is scored as long as the handle is."""
+    """Handle of an environment, which is kept until its handle is deleted."""
 
     number: int
 
@@ -84,7 +84,7 @@ class Scoring:
         self._longest = longest
         self._steps = steps  # `run.steps`, which rewards can read from an answer
         self._here = TaskCalls(tasks)  # without a process
-        self._plain = Lock()  # without a process, searches of several threads call one by one
+        self._plain = Lock()  # without a process, the threads of searches call one by one
         self._numbers = count()  # of environments
         self._ended: deque[int] = deque()  # environments without a handle
         if process is not None:
@@ -99,7 +99,7 @@ class Scoring:
         answers: Sequence[Sequence[Answer | Verdict]],
         name: ScorerName = REWARD,
     ) -> list[list[Verdict]]:
-        """Return the reward's or a measure's verdicts on answers; keep verdicts among them."""
+        """Return the verdicts of the reward or of a measure; verdicts in `answers` are kept."""
         score = partial(self._group, name, Search())
         unscored = [[a for a in group if isinstance(a, Answer)] for group in answers]
         if self._process is None:
@@ -198,7 +198,7 @@ class Scoring:
         """Return the results of a call for each of some environments."""
         tools = self.tasks[name].tools
         assert tools is not None
-        # the process gives up each of them itself, which leaves it little time to say so
+        # the process itself gives up late environments, and needs a little time to report that
         seconds = math.ceil(len(each) / AT_ONCE) * tools.deadline + GRACE / 2
         limit = f"task.tool_deadline = {tools.deadline:g} s"
         late = f"the environments did not answer within {seconds:g} s ({limit})"
@@ -235,7 +235,7 @@ class Scoring:
         """Return the results of a call, or its rejection; see `Process.call` for None."""
         assert self._process is not None
 
-        def limit() -> float | Rejected:  # a call before this one may have counted
+        def limit() -> float | Rejected:  # an earlier call may have been late
             return NOT_TRIED if search.timeouts >= TIMEOUTS else seconds
 
         reply = await self._process.call(request, limit, lambda _: late, from_json, alone, last)

@@ -37,7 +37,7 @@ class Reason(StrEnum):
     DIED = "died"
     """The process that scored the sample, held its environment, or ran its session, ended."""
     NONE = "none"
-    """No reward function, or the program, gave the sample a reward: all returned None."""
+    """Neither a reward function nor the program gave the sample a reward: all returned None."""
     NOT_A_NUMBER = "not_a_number"
     """The reward is an object that is not a number."""
     NOT_FINITE = "not_finite"
@@ -45,9 +45,9 @@ class Reason(StrEnum):
     WRONG_LENGTH = "wrong_length"
     """A call did not return one reward for each completion."""
     NO_CALL = "no_call"
-    """The program returned without a call of the policy, so there is nothing to train on."""
+    """The program returned without calling the policy, so there is nothing to train on."""
     TRUNCATED = "truncated"
-    """The token limit cut the response, with `sampling.truncated = "reject"`: not an error."""
+    """Truncated by the token limit, with `sampling.truncated = "reject"`: not an error."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ Verdict = float | Rejected
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a tool call as the policy reads it; it may be an error, and may be cut."""
+    """Result of a tool call as the policy reads it; it may be an error, and may be truncated."""
 
     content: str
     failed: bool = False
@@ -101,7 +101,7 @@ class Responses:
 
 
 def parse_score(score: Any) -> Verdict:
-    """Return the verdict on a scoring function's score. An exception of the score propagates.
+    """Return the verdict on a scoring function's score. Exceptions that the score raises propagate.
 
     Every score is parsed once, in the process where the function ran.
     """
@@ -150,7 +150,7 @@ def rejection(error: BaseException) -> Rejected:
     # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
-        return Rejected(Reason.MEMORY, f"{text}if it needs so much, raise reward.max_memory")
+        return Rejected(Reason.MEMORY, f"{text}if it needs that much, raise reward.max_memory")
     return Rejected(Reason.RAISED, text)
 
 

@@ -31,7 +31,7 @@ from tba.types import Sampling
 SEED = 1234
 """Seed of every evaluation: all runs sample with the same random numbers."""
 EXAMPLES = 8
-"""Number of prompts that are kept with an answer, for people to read."""
+"""Number of prompts that are kept with an answer, for display."""
 
 Keep = Callable[[Sequence[EvaluatedAnswer]], None]
 """Callback for the answers to a piece's prompts in one mode."""
@@ -96,7 +96,7 @@ def evaluate_held_out(
 ) -> Evaluation:
     """Evaluate the weights that a searcher has loaded.
 
-    `keep` receives every answer, and `tell` a message about the progress before each piece.
+    `keep` receives every answer, and `tell` a progress message before each piece.
     """
     done: list[EvaluatedPiece] = []
     count = len(pieces_of(searcher.setup))
@@ -172,7 +172,7 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
 
 
 def _by_prompt(pieces: Sequence[EvaluatedPiece]) -> list[float | None]:
-    """Return sampled pass@1 of each prompt, or else its reward, None if no answer has one."""
+    """Return sampled pass@1 of each prompt, or else its reward; None if no answer has one."""
     tables = [piece.tables["sampled"] for piece in pieces]
     undefined = any(np.isnan(table["passed"]).any() for table in tables)
     scores: list[float | None] = []
@@ -260,7 +260,7 @@ def _with_error(name: str, error: str, by_prompt: Float[np.ndarray, " P"]) -> di
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Estimate from n answers the chance that one of k is correct (arXiv 2107.03374, eq. 1)."""
+    """Estimate from n answers the chance that any of k is correct (arXiv 2107.03374, eq. 1)."""
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 

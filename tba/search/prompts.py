@@ -38,11 +38,11 @@ class Cursor(TypedDict):
     selection: str
     state: dict[str, Any]
     outstanding: list[str]
-    """Ids of prompts that were handed out and whose groups were not received yet."""
+    """Ids of prompts that were handed out and whose groups have not been received yet."""
     data: str
     """sha256 of all prompts; the groups in the buffer belong to them."""
     deaths: NotRequired[dict[str, int]]
-    """Consecutive processes that ended while they searched or scored a prompt, by its id."""
+    """Number of consecutive processes that ended while searching or scoring a prompt, by its id."""
 
 
 class PromptStream:
@@ -83,9 +83,9 @@ class PromptStream:
             taken += [p for p in choice if not self._is_left_out(p.id)]
         if count and not taken:
             raise RewardError(
-                "every prompt that the selection chooses is in quarantine, because what scored or"
-                " searched it ended several times in a row; fix the reward function, and resume"
-                " with reward.quarantine=0"
+                "every prompt that the selection chooses is in quarantine, because the process that"
+                " scored or searched it ended several times in a row; fix the reward function, and"
+                " resume with reward.quarantine=0"
             )
         self._outstanding += [p.id for p in taken]
         return taken
@@ -123,8 +123,8 @@ class PromptStream:
             if self._deaths[prompt.id] == self._quarantine:
                 quarantined += 1
                 log.warning(
-                    "prompt %r (%s) is no longer searched: what scored or searched it ended %d"
-                    " times in a row; to search it again, resume with reward.quarantine=0",
+                    "prompt %r (%s) is no longer searched: the process that scored or searched it"
+                    " ended %d times in a row; to search it again, resume with reward.quarantine=0",
                     prompt.id,
                     shorten(str(prompt.text), 80),
                     self._quarantine,

@@ -159,7 +159,7 @@ class Evaluation:
     requested: int = 0
     """Step at which a run requested it."""
     by_prompt: Sequence[float | None] = ()
-    """Sampled pass@1 of each held-out prompt, or else its reward, None if no answer has one."""
+    """Sampled pass@1 of each held-out prompt, or else its reward; None if no answer has one."""
     prompts: str = ""
     """Digest of the held-out prompts: evaluations with the same digest can be paired."""
 

@@ -35,14 +35,14 @@ from tba.weights import Weights
 LONGEST_CALL = 0.25
 """Share of `runtime.task_deadline` that a call of a scoring function may take.
 
-After two calls that hang, the others are not tried; the searcher then still meets its deadline.
+After two calls that hang, the others are not tried, so the searcher still meets its deadline.
 """
 
 
 MOST_OF_TASK = 0.9
 """Share of `runtime.task_deadline` after which the sessions of a search end.
 
-The greedy and the sampled sessions of a piece of an evaluation have half of it each.
+The greedy and the sampled sessions of a piece of an evaluation each get half of it.
 """
 
 
@@ -95,7 +95,7 @@ class SearchSetup:
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
-            fixed = "the objective needs the log-probs of the config's: objective=tb does not"
+            fixed = "the objective needs log-probs at the config's values: objective=tb does not"
         memory = c.reward.max_memory
         start = c.runtime.start_deadline
         agents = {}
@@ -176,9 +176,9 @@ class Searcher:
             raise SearchError(
                 f"engine {self.setup.config.engine.use!r}: after the weight update to version"
                 f" {weights.version}, its log-probs differ from the trainer's by {gap:.3g} nats on"
-                f" average, more than {limit:.2g}, by engine.max_logp_gap; if it is rounding,"
-                " set engine.dtype=fp32 and policy.autocast=off, or a higher limit. Otherwise it"
-                " loads or caches weights wrongly: report the engine, with its version"
+                f" average, more than {limit:.2g} (engine.max_logp_gap). If this is rounding, set"
+                " engine.dtype=fp32 and policy.autocast=off, or a higher limit. Otherwise the"
+                " engine loads or caches weights wrongly: report it, with its version"
             )
         return gap
 

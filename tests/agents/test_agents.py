@@ -118,7 +118,7 @@ def test_an_engine_that_samples_at_one_temperature_refuses_others(agent, held, m
     monkeypatch.setattr(type(searcher.engine), "explores", False)
     endpoint = Endpoint(searcher.engine, searcher.text)
     url = endpoint.begin(OpenSession(Session("append"), searcher.engine.sampling, 0, 0, 9))
-    assert "cannot sample so" in refusal(url, [user("Say 1")], temperature=0.7)[2]
+    assert "cannot sample with it" in refusal(url, [user("Say 1")], temperature=0.7)[2]
     endpoint.close()
 
 

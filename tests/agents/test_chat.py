@@ -227,7 +227,7 @@ WRONG = {
     ),
     "no results": (
         "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",
-        "the chat template shows no results of tools",
+        "the chat template does not show tool results",
     ),
     "calls of its own form": (
         KNOWING.replace("<tool_call>", "CALL").replace("</tool_call>", "END"),
