@@ -56,7 +56,7 @@ class Process(ABC):
         self, name: str, setup: tuple[str | None, str, float], start_deadline: float, grace: float,
         hint: str = "",
     ):  # fmt: skip
-        """Error messages contain `name`; that of a failed start also contains `hint`.
+        """Error messages contain `name`; the message of a failed start also contains `hint`.
 
         `setup` is sent before all calls: what answers them, as `package.module:function`, or None
         for a program; its argument; and GB of memory that calls may use. A call that is `grace`
