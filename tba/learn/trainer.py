@@ -169,11 +169,11 @@ class SingleTrainer:
             # one transfer: each of them waits for the GPU
             metrics = dict(zip(found[0], torch.stack(means).tolist(), strict=True))
             gap = metrics.pop("from_ref")
-            limit = 0.05 if self.computes_in_bf16 else 0.01
-            if step == 0 and self.setup.checks_reference and gap > limit:
+            most = 0.05 if self.computes_in_bf16 else 0.01
+            if step == 0 and self.setup.checks_reference and gap > most:
                 raise WrongReference(
                     f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats"
-                    f" a token on average, more than {limit:g}, but both are the initial model."
+                    f" a token on average, more than {most:g}, but both are the initial model."
                     " Likely causes: weights that are missing from its files, and so random; files"
                     " that changed during the start; code of the model (trust_remote_code) that is"
                     " not deterministic"
@@ -182,9 +182,9 @@ class SingleTrainer:
             metrics["batch/padding"] = sum(each.padding for each in results) / tokens
             if self.ranks > 1:
                 metrics["batch/imbalance"] = imbalance(batch, parts, self.policy.share_prompt)
-            limit = self.setup.config.trainer.max_grad_norm
-            groups = self.optimizer.param_groups
-            norms = [self.sums.clip(group["params"], limit) for group in groups]
+            max_norm = self.setup.config.trainer.max_grad_norm
+            weights = [group["params"] for group in self.optimizer.param_groups]
+            norms = [self.sums.clip(each, max_norm) for each in weights]
             if not math.isfinite(metrics["log_ratio"]):
                 raise NotFinite(version=step)
             numbers = {**metrics, "gradient norm": sum(norms)}
