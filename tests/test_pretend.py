@@ -169,7 +169,7 @@ MUTANTS: list[tuple[Any, str, str, str, str]] = [
      r"at policy\.py:\d+ _by_t"),
     (policy, "_by_token", ", device=values.device)", ")", r"at policy\.py:\d+ _by_token"),
     (trainers, "SingleTrainer._loss_of", "chunk.to(output.logp.device)", "chunk",
-     r"at trainer\.py:\d+ _group_metrics"),
+     r"at __init__\.py:\d+ group_metrics"),
     (publish, "answer", ".float().cpu().numpy()", ".float().numpy()", r"at publish\.py:\d+ answer"),
     (state, "load_state", "stored.read().to(parameter.device)", "stored.read()",
      r"at trainer\.py:\d+ step"),
