@@ -36,7 +36,6 @@ EXAMPLES = 8
 Keep = Callable[[Sequence[EvaluatedAnswer]], None]
 """Callback for the answers to a piece's prompts in one mode."""
 
-
 REFERENCE = ("log_ratio", "nats")
 """Values that depend on the weights of the reference."""
 NO_MEASURES = ("passed", "length", "tokens", "finished", "logp", *REFERENCE)
