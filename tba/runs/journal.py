@@ -55,11 +55,15 @@ class TensorBoard:
 
     def __init__(self, config: Config, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         purge = start + 1 if start else None  # drops the steps that will be repeated
         events = own_folder(folder / "tensorboard")
         self._writer: Any = SummaryWriter(str(events), purge_step=purge)
+        self._write_settings(config)
+
+    def _write_settings(self, config: Config) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
         settings = {
             key: value if isinstance(value, bool | int | float | str) else json.dumps(value)
             for key, value in flat(config.nested()).items()
