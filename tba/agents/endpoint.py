@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -289,34 +289,21 @@ class Agents:
         self, row: Mapping[str, Any], sampling: Sampling, seed: int, sample: int, until: float
     ) -> SessionResult:
         """Run one session; rerun it alone if another session may have ended its process."""
-        begin = partial(
-            OpenSession,
-            sampling=sampling,
-            search=seed,
-            sample=sample,
-            max_calls=self._program.max_calls,
-        )
         async with self._slots:
-            held = await self._attempt(row, begin, until)
-            if held is None:
-                held = await self._attempt(row, begin, until, alone=True)
-        assert held is not None
-        return held
-
-    async def _attempt(
-        self, row: Mapping[str, Any], begin: Callable[[Session], OpenSession], until: float,
-        alone: bool = False,
-    ) -> SessionResult | None:  # fmt: skip
-        """Run one session; return None if another one may have ended its process."""
-        session = Session(self._program.history)
-        url = self._endpoint.begin(begin(session))
-        try:
-            verdict = await self._process.run(url, row, until, alone)
-        finally:  # first: a late reply must not enter a session that is being read
-            self._endpoint.end(url)
-        if not session.exchanges and not isinstance(verdict, Rejected | None):
+            for alone in (False, True):
+                session = Session(self._program.history)
+                most = self._program.max_calls
+                url = self._endpoint.begin(OpenSession(session, sampling, seed, sample, most))
+                try:
+                    verdict = await self._process.run(url, row, until, alone)
+                finally:  # first: a late reply must not enter a session that is being read
+                    self._endpoint.end(url)
+                if verdict is not None:
+                    break
+        assert verdict is not None
+        if not session.exchanges and not isinstance(verdict, Rejected):
             verdict = NO_CALL
-        return None if verdict is None else (session, verdict)
+        return session, verdict
 
     def _responses(self, groups: Sequence[Sequence[SessionResult]], limit: int) -> Responses:
         """Return sessions by prompt; a prompt's tokens are the prefix that its sessions share.

@@ -127,12 +127,8 @@ class Sweep:
         return self.study.folder / f"worker-{number}.log"
 
     def write(self) -> None:
-        ledger = Ledger(
-            name=self.study.name,
-            metric=self.study.table.metric,
-            runs=list(self.trials.values()),
-        )
-        ledger.write(self.study.folder)
+        runs = list(self.trials.values())
+        Ledger(self.study.name, self.study.table.metric, runs).write(self.study.folder)
 
     def farewell(self, command: str) -> int:
         """Print the outcome of the study, and return the exit status."""
