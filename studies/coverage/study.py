@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from studies.coverage.measure import UNLIKELY, Exact, curve, grammar, right
-from studies.off_policy.experiment import SEARCHED, Experiment, Row, Setting, key_of
+from studies.off_policy.experiment import Experiment, Row, Setting
 from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
