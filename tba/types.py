@@ -140,8 +140,7 @@ class Trajectory(Response):
     For `version`, `switches` and `marks`, see `Completion`. `value` is set for objectives that ask
     for rollouts: at each token, V of the state before its step, see `objectives.ValueRollouts`.
     `count` is the number of identical samples that it represents. `items` has the score of each
-    reward function, for people to read; the buffer's
-    checkpoint leaves it out.
+    reward function, for people to read; the buffer's checkpoint leaves it out.
     """
 
     tokens: Int32[np.ndarray, " T"]

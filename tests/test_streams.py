@@ -5,11 +5,10 @@ from collections import Counter
 import numpy as np
 import torch
 
-from tba.engines.transformers import _uniform
+from tba.engines.transformers import random_numbers
 from tba.streams import Use, generator, seed_of
-from tba.types import Sampling
 
-SAMPLING = Sampling(2, 1.0, 3)
+SHAPE = (2, 3)
 
 
 def test_no_two_uses_of_equal_seeds_and_numbers_share_a_stream():
@@ -39,7 +38,7 @@ def test_the_temperature_of_a_search_does_not_depend_on_the_numbers_of_its_sampl
     explored = [generator(seed, Use.EXPLORATION).random() for seed in searches]
     for place in range(3):
         engine = [seed_of(seed, Use.GENERATION, 0) for seed in searches]
-        sampled = np.stack([_uniform(seed, place, SAMPLING).ravel() for seed in engine])
+        sampled = np.stack([random_numbers([seed, place], *SHAPE).ravel() for seed in engine])
         correlation = np.corrcoef(explored, sampled.T)[0, 1:]
         assert np.abs(correlation).max() < 0.15  # 4.7 standard errors
 

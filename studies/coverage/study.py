@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from studies.coverage.measure import UNLIKELY, Exact, curve, grammar, right
-from studies.off_policy.experiment import SEARCHED, Experiment, Row, Setting, key_of
+from studies.off_policy.experiment import Experiment, Row, Setting
 from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
@@ -90,20 +90,17 @@ class Coverage(Experiment):
         return "\n\n".join(texts)
 
     def cell(self, own: Sequence[Row]) -> str:
-        """Return means over seeds ± standard error of the first, beta and rate."""
-        if not own:
-            return "not run"
         found = [row for row in own if row["coverage"]]
-        if not found:
-            return "failed"
-        means = [f"{fmean(row[n] for row in found):.{digits}f}" for n, digits in SHOWN.items()]
-        if len(found) > 1:
-            means[0] += f" ± {stdev(row['pass'] for row in found) / len(found) ** 0.5:.3f}"
-        mark = "" if own[0]["stage"] == "table" else f" {SEARCHED}"
-        best = Setting(*key_of(own[0]))
+        return "failed" if own and not found else super().cell(found)
+
+    def described(self, own: Sequence[Row], best: Setting) -> tuple[str, str]:
+        """Return means over seeds ± standard error of the first; beta and rate."""
+        means = [f"{fmean(row[n] for row in own):.{digits}f}" for n, digits in SHOWN.items()]
+        if len(own) > 1:
+            means[0] += f" ± {stdev(row['pass'] for row in own) / len(own) ** 0.5:.3f}"
         has_beta = "objective.beta" in self.objectives[best.objective]
         beta = f"beta {self.beta_of(best):g} " if has_beta else ""
-        return f"{' / '.join(means)}{mark}<br><small>{beta}{best.rate:g}</small>"
+        return " / ".join(means), f"{beta}{best.rate:g}"
 
     def count(self) -> str:
         return f"{super().count()}; for {len(FOUND_BY)} numbers at most {len(FOUND_BY)} times that"

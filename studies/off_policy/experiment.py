@@ -312,13 +312,17 @@ class Experiment:
         return "\n".join(lines)
 
     def cell(self, own: Sequence[Row]) -> str:
-        """Return mean ± standard error over seeds in %, rate, schedule, details, last score."""
+        """Return the numbers of a cell, and below them its setting."""
         if not own:
             return "not run"
+        mark = "" if own[0]["stage"] == "table" else f" {SEARCHED}"
+        numbers, details = self.described(own, Setting(*key_of(own[0])))
+        return f"{numbers}{mark}<br><small>{details}</small>"
+
+    def described(self, own: Sequence[Row], best: Setting) -> tuple[str, str]:
+        """Return mean ± standard error over seeds in %; rate, schedule, details, last score."""
         scores = [100 * row["score"] for row in own]
         error = f" ± {stdev(scores) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
-        mark = "" if own[0]["stage"] == "table" else f" {SEARCHED}"
-        best = Setting(*key_of(own[0]))
         details = [f"{best.rate:g} {best.schedule}"]
         details += [] if best.beta is None else [f"beta {best.beta:g}"]
         for name in self.details:
@@ -326,7 +330,7 @@ class Experiment:
             details += [f"{name} {fmean(known):.2f}"] if known else []
         ends = [max(row["curve"].items(), key=lambda point: int(point[0]))[1] for row in own]
         details.append(f"last {100 * fmean(ends):.1f}")
-        return f"{fmean(scores):.1f}{error}{mark}<br><small>{', '.join(details)}</small>"
+        return f"{fmean(scores):.1f}{error}", ", ".join(details)
 
     def count(self) -> str:
         """Return the number of runs of each stage, and the hours that they take."""

@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -117,12 +117,19 @@ class Endpoint:
 
     async def _reply(self, request: Any) -> Any:
         """Return the reply, which is recorded once even if several connections wait for it."""
+        from starlette.responses import StreamingResponse
+
         if self.turns.waiting > WAITING:
             raise RefusedError(503, "too many requests are pending; try again later")
         name = request.path_params["session"]
         if name not in self._sessions:  # without a valid session, the body is not read
             raise RefusedError(410, ENDED)
-        asked = await _read(request)
+        try:
+            asked = ChatRequest.model_validate_json(await request.body())
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise RefusedError(400, f"{place}: {first['msg']}") from error
         live = self._sessions.get(name)
         if live is None:
             raise RefusedError(410, ENDED)
@@ -130,32 +137,24 @@ class Endpoint:
         body = json.dumps([key, asked.model_dump()], sort_keys=True)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         job = live.repeated(body, key != "", is_retry)
+        stream = None
         if job is None:
             job = PendingReply(body)
             whole = asked.tools or asked.logprobs or asked.return_token_ids
             if self._streams and asked.stream and not whole:
-                return await self._stream(name, live, asked, job)
+                stream = TokenStream(self._text, asked.stops or live.sampling.stop)
+                job.tell = stream.tell
             job.task = asyncio.create_task(self._sampled(live, asked, job))
-            live.jobs.append(job)
-        if await _is_gone(request, job):
-            return RefusedError(499, "the client has disconnected").reply()
-        if not key:  # nothing will request it again
-            live.jobs = [each for each in live.jobs if each is not job]
-        return await self._response(name, live, asked, job)
-
-    async def _stream(
-        self, name: str, live: OpenSession, asked: ChatRequest, job: PendingReply
-    ) -> Any:
-        """Return a reply that is sent while it is sampled, or as a whole if the engine cannot."""
-        from starlette.responses import StreamingResponse
-
-        stream = TokenStream(self._text, asked.stops or live.sampling.stop)
-        job.tell = stream.tell
-        job.task = asyncio.create_task(self._sampled(live, asked, job))
+            if stream is None:
+                live.jobs.append(job)
         response = partial(self._response, name, live, asked, job)
-        if await stream.begins(job.task):
+        if stream is None and await _is_gone(request, job):
+            return RefusedError(499, "the client has disconnected").reply()
+        if stream is not None and await stream.begins(job.task):  # else the engine cannot
             events = stream.events(asked, job.task, response)
             return StreamingResponse(events, media_type="text/event-stream")
+        if not key:  # nothing will request it again
+            live.jobs = [each for each in live.jobs if each is not job]
         return await response()
 
     async def _response(
@@ -182,7 +181,10 @@ class Endpoint:
                 check_stop(asked.stops, self._text, "stop")
                 sampling = asked.sampling(live.sampling, self._config, self._fixed)
                 # in a thread: rendering and tokenising would block the other sessions
-                context = await asyncio.to_thread(self._asked, live.session, asked)
+                tools = json.dumps(asked.tools or [])
+                context = await asyncio.to_thread(
+                    lambda: live.session.ask(asked.messages, self._chat_of(tools))
+                )
             except ValueError as error:
                 raise RefusedError(400, str(error)) from error
             except Exception as error:  # messages may contain anything
@@ -204,9 +206,6 @@ class Endpoint:
             self.failure = error
             raise asyncio.CancelledError from error
 
-    def _asked(self, session: Session, asked: ChatRequest) -> RequestContext:
-        return session.ask(asked.messages, self._chat_of(json.dumps(asked.tools or [])))
-
 
 def _chat_with(text: Tokenizer, tools: str) -> Chat:
     """Return the chat with tools that are given as JSON."""
@@ -218,16 +217,6 @@ def _chat_with(text: Tokenizer, tools: str) -> Chat:
             case _:
                 raise ValueError("tools: each tool must be a function with a unique name")
     return Chat(text, schemas)
-
-
-async def _read(request: Any) -> ChatRequest:
-    """Parse a request; RefusedError if its body is invalid."""
-    try:
-        return ChatRequest.model_validate_json(await request.body())
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise RefusedError(400, f"{place}: {first['msg']}") from error
 
 
 async def _is_gone(request: Any, job: PendingReply) -> bool:
@@ -300,34 +289,21 @@ class Agents:
         self, row: Mapping[str, Any], sampling: Sampling, seed: int, sample: int, until: float
     ) -> SessionResult:
         """Run one session; rerun it alone if another session may have ended its process."""
-        begin = partial(
-            OpenSession,
-            sampling=sampling,
-            search=seed,
-            sample=sample,
-            max_calls=self._program.max_calls,
-        )
         async with self._slots:
-            held = await self._attempt(row, begin, until)
-            if held is None:
-                held = await self._attempt(row, begin, until, alone=True)
-        assert held is not None
-        return held
-
-    async def _attempt(
-        self, row: Mapping[str, Any], begin: Callable[[Session], OpenSession], until: float,
-        alone: bool = False,
-    ) -> SessionResult | None:  # fmt: skip
-        """Run one session; return None if another one may have ended its process."""
-        session = Session(self._program.history)
-        url = self._endpoint.begin(begin(session))
-        try:
-            verdict = await self._process.run(url, row, until, alone)
-        finally:  # first: a late reply must not enter a session that is being read
-            self._endpoint.end(url)
-        if not session.exchanges and not isinstance(verdict, Rejected | None):
+            for alone in (False, True):
+                session = Session(self._program.history)
+                most = self._program.max_calls
+                url = self._endpoint.begin(OpenSession(session, sampling, seed, sample, most))
+                try:
+                    verdict = await self._process.run(url, row, until, alone)
+                finally:  # first: a late reply must not enter a session that is being read
+                    self._endpoint.end(url)
+                if verdict is not None:
+                    break
+        assert verdict is not None
+        if not session.exchanges and not isinstance(verdict, Rejected):
             verdict = NO_CALL
-        return None if verdict is None else (session, verdict)
+        return session, verdict
 
     def _responses(self, groups: Sequence[Sequence[SessionResult]], limit: int) -> Responses:
         """Return sessions by prompt; a prompt's tokens are the prefix that its sessions share.
@@ -344,31 +320,28 @@ class Agents:
         for group in groups:
             begun = [session.prompt for session, _ in group if session.exchanges]
             prompt = common(begun) if begun else nothing
-            own = [self._whole(s, len(prompt), limit) if s.exchanges else empty for s, _ in group]
+            wholes: list[Completion] = []
+            shown: list[Answer | Verdict] = []  # as reward functions see the sessions
+            for session, verdict in group:
+                whole = empty
+                answer: Answer | Verdict = verdict
+                if session.exchanges:
+                    last = session.exchanges[-1]
+                    turn = last.turn
+                    # truncated if its last reply is, unless the program itself set a lower limit
+                    tokens = len(last.asked.context) + len(turn.tokens)
+                    is_full = len(turn.tokens) >= limit or tokens >= self._text.context
+                    whole = session.completion(len(prompt), turn.finished or not is_full)
+                    if not isinstance(verdict, Rejected):
+                        said = self._text.answer(turn.tokens, whole.finished, (), turn.version)
+                        answer = replace(said, messages=list(last.messages))
+                wholes.append(whole)
+                shown.append(answer)
             prompts.append(prompt)
-            completions.append(own)
-            pairs = zip(group, own, strict=True)
-            answers.append([self._answer(*held, whole.finished) for held, whole in pairs])
+            completions.append(wholes)
+            answers.append(shown)
         rewards = [[verdict for _, verdict in group] for group in groups]
         return Responses(prompts, completions, answers, rewards=rewards)
-
-    def _whole(self, session: Session, shared: int, limit: int) -> Completion:
-        """Return a session as a completion after the first `shared` tokens of its prompt.
-
-        It is truncated if its last reply is, unless the program itself set a lower limit.
-        """
-        last = session.exchanges[-1]
-        length = len(last.turn.tokens)
-        is_full = length >= limit or len(last.asked.context) + length >= self._text.context
-        return session.completion(shared, finished=last.turn.finished or not is_full)
-
-    def _answer(self, session: Session, verdict: Verdict, finished: bool) -> Answer | Verdict:
-        """Return a session in the form that reward functions see."""
-        if isinstance(verdict, Rejected):
-            return verdict
-        last = session.exchanges[-1]
-        answer = self._text.answer(last.turn.tokens, finished, (), last.turn.version)
-        return replace(answer, messages=list(last.messages))
 
 
 def common(sequences: Sequence[np.ndarray]) -> np.ndarray:

@@ -13,10 +13,10 @@ from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.scoring.scoring import Environment, Scoring
-from tba.scoring.verdicts import Reason, Rejected, Responses, ToolResult
+from tba.scoring.verdicts import Reason, Rejected, Responses, ToolResult, Verdict
 from tba.streams import Use, seed_of
 from tba.tasks import Task, Tools, without_surrogates
-from tba.types import Completion, Sampling, Turn
+from tba.types import Sampling, Turn
 
 CHARACTERS = 16
 """Characters of a tool's result that are read for each token of `sampling.max_tokens`: more than
@@ -83,7 +83,15 @@ class Dialogues:
         for group in groups:
             said = [d.session.completion(len(d.prompt), d.finished) for d in group]
             completions.append(said)
-            answers.append([self._answer(d, own) for d, own in zip(group, said, strict=True)])
+            shown: list[Answer | Verdict] = []
+            for d, own in zip(group, said, strict=True):
+                if isinstance(d.environment, Rejected):
+                    shown.append(d.environment)
+                    continue
+                answer = self.text.answer(own.tokens, own.finished, (), own.version)
+                judged = d.environment if self.tools.judged else None
+                shown.append(replace(answer, messages=d.messages, environment=judged))
+            answers.append(shown)
         return Responses([group[0].prompt for group in groups], completions, answers, results)
 
     def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[_Dialogue]]:
@@ -169,13 +177,6 @@ class Dialogues:
             d.messages += d.results
             d.calls = []
         return results
-
-    def _answer(self, dialogue: _Dialogue, said: Completion) -> Answer | Rejected:
-        if isinstance(dialogue.environment, Rejected):
-            return dialogue.environment
-        answer = self.text.answer(said.tokens, said.finished, (), said.version)
-        environment = dialogue.environment if self.tools.judged else None
-        return replace(answer, messages=dialogue.messages, environment=environment)
 
 
 def check_tools(task: Task, prompt: Prompt) -> None:

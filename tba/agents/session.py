@@ -147,7 +147,19 @@ class Session:
         rendered = ""
         if self.history == "template":
             rendered = chat.rendered(shown)
-        before = self._before(said, chat, rendered)
+        earlier = []  # exchanges that the request follows, or whose turn it continues
+        for exchange in self.exchanges:
+            is_open = int(exchange.turn.tokens[-1]) not in chat.text.eos_ids
+            same_tools = exchange.asked.chat.schemas == chat.schemas
+            follows = len(exchange.said) < len(said) + is_open and begins(said, exchange.said)
+            if follows and same_tools:
+                earlier.append(exchange)
+        if self.history == "template":
+            now = squeezed(rendered)
+            written = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
+            earlier = [e for e, then in zip(earlier, written, strict=True) if now.startswith(then)]
+        # the deepest one; a reply of white space does not change what is said
+        before = max(earlier, key=lambda each: (len(each.said), len(each.path)), default=None)
         if before is None:
             if tokens is None:
                 rendered = rendered or chat.rendered(shown)
@@ -202,22 +214,6 @@ class Session:
         followed = {exchange.asked.after for exchange in self.exchanges}
         leaves = [exchange for exchange in self.exchanges if exchange not in followed]
         return sorted(leaves, key=lambda leaf: self.exchanges.index(leaf.path[0]))
-
-    def _before(self, said: Sequence[MessageKey], chat: Chat, rendered: str) -> Exchange | None:
-        """Return the deepest exchange that the request follows, or whose turn it continues."""
-        earlier = []
-        for exchange in self.exchanges:
-            is_open = int(exchange.turn.tokens[-1]) not in chat.text.eos_ids
-            same_tools = exchange.asked.chat.schemas == chat.schemas
-            follows = len(exchange.said) < len(said) + is_open and begins(said, exchange.said)
-            if follows and same_tools:
-                earlier.append(exchange)
-        if self.history == "template":
-            now = squeezed(rendered)
-            shown = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
-            earlier = [e for e, then in zip(earlier, shown, strict=True) if now.startswith(then)]
-        # a reply that is only white space adds nothing to the messages
-        return max(earlier, key=lambda each: (len(each.said), len(each.path)), default=None)
 
 
 @dataclass(eq=False)

@@ -6,8 +6,7 @@ same in both versions; differences in later versions belong in this file.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,14 @@ class SteppedEngine:
     def __init__(self, arguments: Mapping[str, Any], device: str, deadline: float):
         # a class attribute, because vLLM creates the executor itself
         InProcess.gpu = int(device.partition(":")[2] or 0)
-        with _undisturbed():
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        # vLLM seeds generators, and replaces a torch function
+        set_num_threads = torch.set_num_threads
+        set_num_threads(torch.get_num_threads())  # the number is per thread
+        try:
+            with torch.random.fork_rng():
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        finally:
+            torch.set_num_threads = set_num_threads
         self._deadline = deadline
         self._requests: dict[str, tuple[int | None, LoRARequest | None, str]] = {}
         """Running requests: the token to score, the adapter, and the version of the weights."""
@@ -187,15 +192,3 @@ class Worker:
 def adapter_request(number: int, version: int, folder: Path) -> LoRARequest:
     """Return the adapter with a unique name: vLLM would reuse an older one of the same name."""
     return LoRARequest(f"version {version}, number {number}", number, str(folder))
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Undo what vLLM does to the process: it seeds generators, and replaces a torch function."""
-    set_num_threads = torch.set_num_threads
-    set_num_threads(torch.get_num_threads())  # the number is per thread
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        torch.set_num_threads = set_num_threads

@@ -84,12 +84,13 @@ class Transformers(Engine):
         completions: list[list[Completion]] = [[] for _ in prompts]
         at_once = max(1, self.batch_size // sampling.samples)
         each = min(sampling.samples, self.batch_size)
+        shape = (sampling.samples, sampling.max_tokens)
         # prompts of similar length together: less padding
         order = np.argsort([len(prompt) for prompt in prompts], kind="stable").tolist()
         batches = product(range(0, len(order), at_once), range(0, sampling.samples, each))
         for first, start in batches:
             places = order[first : first + at_once]
-            uniform = [_uniform(seed, i, sampling)[start : start + each] for i in places]
+            uniform = [random_numbers([seed, i], *shape)[start : start + each] for i in places]
             # the lock is released after each batch: newer weights need not wait for the others
             with self.lend(), self._precision():
                 batch = self._batch([prompts[i] for i in places], uniform, sampling)
@@ -101,7 +102,10 @@ class Transformers(Engine):
         """Sample turns with equal settings together; a context shared by several runs once."""
         completions: dict[int, Completion] = {}
         for contexts in _together(turns, self.text.context, self.batch_size):
-            uniform = [[_uniform_of(turns[place]) for place in places] for places in contexts]
+            uniform = []
+            for places in contexts:
+                own = [turns[place] for place in places]
+                uniform.append([random_numbers(t.seed, t.sampling.max_tokens) for t in own])
             prompts = [turns[places[0]].context for places in contexts]
             taken = [turns[place] for place in chain(*contexts)]
             with self.lend(), self._precision():
@@ -174,7 +178,10 @@ class Transformers(Engine):
         while True:
             if any(turn.tell for turn in turns):
                 running = ~drawn.ended(rows)
-                _tell(turns, rows[running].tolist(), chosen[running].tolist(), drawn.step)
+                newest = zip(rows[running].tolist(), chosen[running].tolist(), strict=True)
+                for row, token in newest:
+                    if (tell := turns[row].tell) and drawn.step < turns[row].sampling.max_tokens:
+                        tell(token)
             drawn.add(rows, chosen, logp)
             ends = torch.isin(chosen, eos)
             if sampling.stop:
@@ -288,22 +295,12 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
             waiting = left
 
 
-def _tell(turns: Sequence[Turn], rows: list[int], tokens: list[int], step: int) -> None:
-    """Pass the tokens of these rows to their turns, up to the limits of the turns."""
-    for row, token in zip(rows, tokens, strict=True):
-        if (tell := turns[row].tell) and step < turns[row].sampling.max_tokens:
-            tell(token)
+def random_numbers(seed: int | Sequence[int], *shape: int) -> Float[np.ndarray, "..."]:
+    """Return random numbers in (0, 1]: of a turn, or of a prompt's samples by its place in a call.
 
-
-def _uniform_of(turn: Turn) -> Float[np.ndarray, " T"]:
-    """Return a turn's random numbers in (0, 1]."""
-    return 1 - np.random.default_rng(turn.seed).random(turn.sampling.max_tokens, np.float32)
-
-
-def _uniform(seed: int, place: int, sampling: Sampling) -> Float[np.ndarray, "S T"]:
-    """Return random numbers in (0, 1] for the samples of the prompt at this place of a call."""
-    rng = np.random.default_rng([seed, place])
-    return 1 - rng.random((sampling.samples, sampling.max_tokens), np.float32)
+    A prompt's seed is [seed of the call, place].
+    """
+    return 1 - np.random.default_rng(seed).random(shape, np.float32)
 
 
 def run_prompts(

@@ -136,14 +136,14 @@ class Policy(nn.Module):
             scale = hidden.states.shape[-1] ** 0.5  # so that one learning rate fits any width
             if self.head.on == "response":
                 numbers = self.readout(hidden.states.float() / scale).squeeze(-1)
-                read = _of_alike(_padded(numbers, places, batch), plan.alike)
+                read = _by_token(numbers, places, plan)
             else:
                 mask = self._here(batch.prompt_mask[..., None])
                 mean = (hidden.prompt.detach().float() * mask).sum(1) / mask.sum(1)
                 read = self.readout(mean / scale).squeeze(-1)
         return PolicyOutput(
-            logp=_of_alike(_padded(logp, places, batch), plan.alike),
-            entropy=_of_alike(_padded(entropy, places, batch), plan.alike),
+            logp=_by_token(logp, places, plan),
+            entropy=_by_token(entropy, places, plan),
             head=read,
             tokens=plan.tokens,
             padding=plan.padding,
@@ -218,16 +218,13 @@ class Policy(nn.Module):
         return Hidden(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
 
 
-def _of_alike(values: Float[Tensor, "B K T"], alike: Int[Tensor, "B K"]) -> Float[Tensor, "B K T"]:
-    """Return, for each response, the values of the first equal one."""
-    index = alike.to(values.device, non_blocking=True)[..., None].expand_as(values)
-    return values.gather(1, index)
-
-
-def _padded(values: Float[Tensor, " M"], places: Tensor, batch: TokenBatch) -> Tensor:
-    """Return the values at their places in [B K T], and 0 elsewhere."""
-    zeros = torch.zeros(batch.mask.numel(), device=values.device)
-    return zeros.index_put((places,), values).view(batch.mask.shape)
+def _by_token(values: Float[Tensor, " M"], places: Tensor, plan: Plan) -> Float[Tensor, "B K T"]:
+    """Return the values at their places, 0 elsewhere; equal responses have the first one's."""
+    mask = plan.batch.mask
+    zeros = torch.zeros(mask.numel(), device=values.device)
+    padded = zeros.index_put((places,), values).view(mask.shape)
+    alike = plan.alike.to(values.device, non_blocking=True)
+    return padded.gather(1, alike[..., None].expand_as(padded))
 
 
 def token_logp(

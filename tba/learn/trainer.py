@@ -33,13 +33,10 @@ from tba.models.forward import compile_layers, enable_gradient_checkpointing, ta
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
-from tba.objectives import Objective, centred, kl_k3, total
+from tba.objectives import Objective, group_metrics
 from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
 from tba.weights import Direct, Probe, Publication, Transport, published, trained
-
-MOST_K3 = 10.0
-"""Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +166,11 @@ class SingleTrainer:
             # one transfer: each of them waits for the GPU
             metrics = dict(zip(found[0], torch.stack(means).tolist(), strict=True))
             gap = metrics.pop("from_ref")
-            limit = 0.05 if self.computes_in_bf16 else 0.01
-            if step == 0 and self.setup.checks_reference and gap > limit:
+            most = 0.05 if self.computes_in_bf16 else 0.01
+            if step == 0 and self.setup.checks_reference and gap > most:
                 raise WrongReference(
                     f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats"
-                    f" a token on average, more than {limit:g}, but both are the initial model."
+                    f" a token on average, more than {most:g}, but both are the initial model."
                     " Likely causes: weights that are missing from its files, and so random; files"
                     " that changed during the start; code of the model (trust_remote_code) that is"
                     " not deterministic"
@@ -182,9 +179,9 @@ class SingleTrainer:
             metrics["batch/padding"] = sum(each.padding for each in results) / tokens
             if self.ranks > 1:
                 metrics["batch/imbalance"] = imbalance(batch, parts, self.policy.share_prompt)
-            limit = self.setup.config.trainer.max_grad_norm
-            groups = self.optimizer.param_groups
-            norms = [self.sums.clip(group["params"], limit) for group in groups]
+            max_norm = self.setup.config.trainer.max_grad_norm
+            weights = [group["params"] for group in self.optimizer.param_groups]
+            norms = [self.sums.clip(each, max_norm) for each in weights]
             if not math.isfinite(metrics["log_ratio"]):
                 raise NotFinite(version=step)
             numbers = {**metrics, "gradient norm": sum(norms)}
@@ -307,7 +304,7 @@ class SingleTrainer:
         moved = chunk.to(output.logp.device)
         tokens = int(batch.mask.sum()) / len(batch)
         # first: an objective may change its arguments in place
-        metrics = _group_metrics(output.logp.detach(), output.entropy, moved, tokens)
+        metrics = group_metrics(output.logp.detach(), output.entropy, moved, tokens)
         head = () if output.head is None else (output.head,)
         returned = objective(output.logp, moved, *head)
         loss, extras = checked_loss(type(objective).__name__, returned, len(moved), metrics)
@@ -315,32 +312,3 @@ class SingleTrainer:
         return MicroBatchResult(
             {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
         )
-
-
-def _group_metrics(logp: Tensor, entropy: Tensor, batch: Batch, tokens: float) -> dict[str, Tensor]:
-    """Return metrics of each group, [B], with TRL's names where TRL has them.
-
-    `kl` is the mean of log(pi / ref) over tokens, the k1 estimate of KL(pi, ref) in nats; `kl/k3`
-    is the mean of k3, capped at `MOST_K3` per token; `entropy` is a mean over tokens, too. `tokens`
-    is the mean number per group: the mean over groups is then a mean over tokens. `log_ratio` is
-    the mean of log(pi / ref) over responses, in nats. `off_policy/ess` is the effective sample
-    size of the importance weights w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1. `from_ref`
-    is the mean |log(pi / ref)| over tokens, which the first step checks.
-    """
-    moved = total(logp - batch.behavior_logp, batch)
-    from_ref = total(logp - batch.ref_logp, batch)
-    k3 = total(kl_k3(logp, batch).clamp(0, MOST_K3), batch)
-    squared_weights = moved.softmax(1).square().sum(1)
-    return {
-        "reward": batch.reward.mean(1),
-        "reward_std": (left := centred(batch.reward)).std(1),
-        "frac_reward_zero_std": (left == 0).all(1),
-        "kl": from_ref.sum(1) / tokens,
-        "kl/k3": k3.sum(1) / tokens,
-        "log_ratio": from_ref.mean(1),
-        "from_ref": total((logp - batch.ref_logp).abs(), batch).sum(1) / tokens,
-        "entropy": entropy.sum((1, 2)) / tokens,
-        "completions/mean_length": batch.mask.sum(-1).float().mean(1),
-        "off_policy/log_ratio": moved.abs().mean(1),
-        "off_policy/ess": 1 / (batch.samples * squared_weights),
-    }

@@ -1,4 +1,4 @@
-"""Contract of objectives, each in a file of this folder, and terms that they share.
+"""Contract of objectives, each in a file of this folder, and terms and metrics that they share.
 
 Terms depend only on values at sampled tokens.
 """
@@ -25,6 +25,8 @@ Taper = Literal["reward", "residual", "none"]
 """Which responses of trajectory balance have the weight min(pi / mu, 1): see `tapered`."""
 LARGEST = 20.0
 """Bound on log-ratios before exponentiation: e^20 is large enough, and finite."""
+MOST_K3 = 10.0
+"""Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
 
 
 @dataclass(frozen=True)
@@ -207,3 +209,34 @@ def penalised(
     rho = ratio(log_ratio(logp, batch))
     surrogate = clipped(rho, advantage, low, high) - beta * kl_k3(logp, batch)
     return total(surrogate, batch), outside(rho, low, high, batch)
+
+
+def group_metrics(
+    logp: PerToken, entropy: PerToken, batch: Batch, tokens: float
+) -> dict[str, Tensor]:
+    """Return the metrics of every step for each group, [B], with TRL's names where TRL has them.
+
+    `kl` is the mean of log(pi / ref) over tokens, the k1 estimate of KL(pi, ref) in nats; `kl/k3`
+    is the mean of k3, capped at `MOST_K3` per token; `entropy` is a mean over tokens, too. `tokens`
+    is the mean number per group: the mean over groups is then a mean over tokens. `log_ratio` is
+    the mean of log(pi / ref) over responses, in nats. `off_policy/ess` is the effective sample
+    size of the importance weights w = pi / mu, (sum w)^2 / (K sum w^2): from 1 / K to 1. `from_ref`
+    is the mean |log(pi / ref)| over tokens, which the first step checks.
+    """
+    moved = total(logp - batch.behavior_logp, batch)
+    from_ref = total(logp - batch.ref_logp, batch)
+    k3 = total(kl_k3(logp, batch).clamp(0, MOST_K3), batch)
+    squared_weights = moved.softmax(1).square().sum(1)
+    return {
+        "reward": batch.reward.mean(1),
+        "reward_std": (left := centred(batch.reward)).std(1),
+        "frac_reward_zero_std": (left == 0).all(1),
+        "kl": from_ref.sum(1) / tokens,
+        "kl/k3": k3.sum(1) / tokens,
+        "log_ratio": from_ref.mean(1),
+        "from_ref": total((logp - batch.ref_logp).abs(), batch).sum(1) / tokens,
+        "entropy": entropy.sum((1, 2)) / tokens,
+        "completions/mean_length": batch.mask.sum(-1).float().mean(1),
+        "off_policy/log_ratio": moved.abs().mean(1),
+        "off_policy/ess": 1 / (batch.samples * squared_weights),
+    }

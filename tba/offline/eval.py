@@ -29,12 +29,7 @@ from tba.engines import Engine, engine_in_bf16
 from tba.learn.state import MODEL, stored_model
 from tba.models import model_path
 from tba.models.lora import merged
-from tba.models.pretrained import (
-    computes_in_bf16,
-    load_model,
-    load_text,
-    model_folder,
-)
+from tba.models.pretrained import computes_in_bf16, load_model, load_text, model_folder
 from tba.replay.store import FOLDER, PROMPTS, load_groups
 from tba.runs.checkpoint import REFERENCE, choose_checkpoint, chosen
 from tba.runs.folder import (

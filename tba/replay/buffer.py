@@ -109,7 +109,7 @@ class ReplayBuffer:
         """Return the view of the buffer that strategies draw from; adding invalidates it."""
         store = self._store
         return Columns(
-            prompts=_read_only(store.prompts_by_arrival()),
+            prompts=_read_only(store.prompts.by_stamp()),
             rows=lambda prompt: _read_only(store.rows_of(int(prompt))),
             latest=_read_only(store.prompts["latest"]),
             arrived_since=store.arrived_since,

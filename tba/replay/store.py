@@ -146,10 +146,6 @@ class Store:
     def __len__(self) -> int:
         return len(self._index)
 
-    def prompts_by_arrival(self) -> np.ndarray:
-        """Return the prompts' numbers by latest arrival, oldest first."""
-        return self.prompts.by_stamp()
-
     def rows_of(self, prompt: int) -> np.ndarray:
         """Return the rows of a prompt, oldest arrival first."""
         return self.rows.by_stamp(self.rows["prompt"] == prompt)
@@ -285,7 +281,7 @@ class Store:
 
     def state(self, counts: Mapping[str, int]) -> State:
         """Return a copy of the state that shares only immutable objects."""
-        prompts = self.prompts_by_arrival()
+        prompts = self.prompts.by_stamp()
         rows = self.rows.by_stamp()
         columns = {name: self.rows[name][rows] for name in SAVED}
         positions = np.zeros(prompts.max(initial=0) + 1, np.int32)

@@ -90,13 +90,11 @@ class Console:
         """Show the scores, and one answer to the first held-out prompt."""
         self._held_out = {f"eval/{name}": value for name, value in evaluation.scores.items()}
         for name, scores in evaluation.by_set().items():
-            self.scores(evaluation.version, f"{name}  {in_a_line(scores)}".lstrip())
+            line = f"{name}  {in_a_line(scores)}".lstrip()
+            self.note(f"evaluation at step {evaluation.version}: {line}")
         for x in evaluation.examples[:1]:
             if x.reward is not None:
                 self.sample(x.prompt, x.completion, x.reward)
-
-    def scores(self, version: int, line: str) -> None:
-        self.note(f"evaluation at step {version}: {line}")
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         end = _short(prompt[::-1])[::-1]  # the question is at the end of a prompt

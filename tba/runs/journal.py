@@ -27,8 +27,6 @@ from tba.types import lag
 
 LONGEST_VALUE = 10_000
 """Maximum number of characters of a column's value in samples.jsonl."""
-
-
 HPARAM_METRICS = ("reward", "eval/sampled_reward", "eval/sampled_pass@1")
 """Metrics that TensorBoard shows with the settings of runs."""
 

@@ -238,12 +238,17 @@ def record_session(
 
     `note` says whether stored samples were scored again or dropped.
     """
+    commit = None  # of the current folder, with `-dirty` if files have changed
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        described = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5)
+        commit = described.stdout.strip() or None
     memory = psutil.virtual_memory().total / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     session = {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "step": step,
-        "commit": _commit(),
+        "commit": commit,
         "versions": installed(),
         "system": platform.platform(),
         "hardware": [f"{os.cpu_count()} cores", f"{memory:.0f} GiB", *gpus],
@@ -263,13 +268,3 @@ def installed() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
-
-
-def _commit() -> str | None:
-    """Return the git commit of the current folder, with `-dirty` if files have changed."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ended.stdout.strip() or None

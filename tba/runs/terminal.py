@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 SEPARATOR = "  "
 ROWS = 20
 """Number of rows after which the table heading is repeated."""
-
-
 NUMBER = "{:.3f}"
 SHARE = "{:.1%}"
 STEPS = "{:,.1f}"
@@ -97,9 +95,6 @@ class Terminal(Console):
                 self.note(f"{name}: {kind} {score}")
             else:
                 self._row(evaluation.version, score, {})
-
-    def scores(self, version: int, line: str) -> None:
-        """Do nothing: an evaluation is a row."""
 
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """Do nothing: samples are in the report."""

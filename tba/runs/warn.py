@@ -158,19 +158,6 @@ class Warnings:
                 f" {LEAST_ESS:.0%}): the policy has moved away from the one that sampled the data;"
                 " lower trainer.learning_rate, or train on newer data",
             )
-        yield from self._waits(ended)
-        usual = median(self._first_kl)
-        kl = median(row[KL] or 0.0 for row in recent)
-        if len(self._first_kl) == FIRST and kl > max(MOST_KL * usual, SMALL_KL):
-            yield (
-                "kl",
-                f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
-                f" median over the first {FIRST} steps, {usual:.2g}: the policy drifts from the"
-                " reference; lower trainer.learning_rate, or raise objective.beta",
-            )
-
-    def _waits(self, ended: bool) -> Iterator[RunWarning]:
-        """Yield a warning if the trainer has waited too long for new samples."""
         # skips the first step, whose time includes the first fill
         seconds = waited = 0.0
         for before, row in pairwise(self._steps):
@@ -189,4 +176,13 @@ class Warnings:
                 f" {len(self._steps) - 1} steps' time (more than {MOST_WAITING:.0%}), because"
                 f" {why}; raise runtime.searchers, runtime.concurrent_searches,"
                 " runtime.publish_every or trainer.batch_size",
+            )
+        usual = median(self._first_kl)
+        kl = median(row[KL] or 0.0 for row in recent)
+        if len(self._first_kl) == FIRST and kl > max(MOST_KL * usual, SMALL_KL):
+            yield (
+                "kl",
+                f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
+                f" median over the first {FIRST} steps, {usual:.2g}: the policy drifts from the"
+                " reference; lower trainer.learning_rate, or raise objective.beta",
             )

@@ -210,21 +210,19 @@ class Pool:
         tasks = [SearcherTask("start", ref, weights=newest)]
         self.handles.append(SearcherHandle(slot, actor, version, tasks, self._calls))
 
-    def replace(self, handle: SearcherHandle) -> None:
-        """End a searcher; `restart` starts another one in its slot."""
-        self.restarts_left -= 1
-        handle.kill()
-        self.handles.remove(handle)
-        self._vacancies.append((handle.slot, self._clock()))
+    def replace(self, handle: SearcherHandle, lost: bool = False) -> list[SearcherHandle]:
+        """End a searcher, or all searchers of its `lost` machine; return those that have ended.
 
-    def leave(self, machine: str) -> list[SearcherHandle]:
-        """End the searchers of a lost machine, and ask Ray for room on others."""
+        `restart` starts others in their slots, or where Ray has room on other machines.
+        """
         self.restarts_left -= 1
-        ended = [handle for handle in self.handles if handle.machine == machine]
-        for handle in ended:
-            handle.kill()
-            self.handles.remove(handle)
-            slot = self._calls("look for another machine", handle.slot.anew)
+        ended = [handle]
+        if lost:
+            ended = [each for each in self.handles if each.machine == handle.machine]
+        for each in ended:
+            each.kill()
+            self.handles.remove(each)
+            slot = self._calls("look for another machine", each.slot.anew) if lost else each.slot
             self._vacancies.append((slot, self._clock()))
         return ended
 

@@ -360,18 +360,16 @@ class RaySearchers:
                     " restarts; see why searchers fail, or raise that setting"
                 )
             self._stats.counts["searchers/restarts"] += 1
-            if lost and machine is not None:
-                lost_handles = self._pool.leave(machine)
+            ended_handles = self._pool.replace(handle, lost)
+            if lost:
                 log.warning(
                     "a machine with %d searchers is lost: they are started on others as soon as"
                     " there is room, and their tasks are issued again",
-                    len(lost_handles),
+                    len(ended_handles),
                 )
             else:
-                lost_handles = [handle]
-                self._pool.replace(handle)
                 log.warning("a searcher %s: restarted, its tasks are issued again", why)
-            for task in (task for each in lost_handles for task in each.tasks):
+            for task in (task for each in ended_handles for task in each.tasks):
                 self._stream.put_back(task.prompts)
                 self._owed += len(task.prompts)
                 if task.piece is not None:

@@ -36,7 +36,6 @@ EXAMPLES = 8
 Keep = Callable[[Sequence[EvaluatedAnswer]], None]
 """Callback for the answers to a piece's prompts in one mode."""
 
-
 REFERENCE = ("log_ratio", "nats")
 """Values that depend on the weights of the reference."""
 NO_MEASURES = ("passed", "length", "tokens", "finished", "logp", *REFERENCE)
@@ -167,19 +166,14 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     held_out = [p for p in pieces if p.set == ""]
     digests = "".join(chain(*(p.prompts for p in held_out)))
     digest = hashlib.sha256(digests.encode()).hexdigest()[:16]
-    examples = list(chain(*(p.examples for p in pieces)))
-    return Evaluation(version, scores, examples, by_prompt=_by_prompt(held_out), prompts=digest)
-
-
-def _by_prompt(pieces: Sequence[EvaluatedPiece]) -> list[float | None]:
-    """Return sampled pass@1 of each prompt, or else its reward; None if no answer has one."""
-    tables = [piece.tables["sampled"] for piece in pieces]
+    tables = [p.tables["sampled"] for p in held_out]
     undefined = any(np.isnan(table["passed"]).any() for table in tables)
-    scores: list[float | None] = []
+    by_prompt: list[float | None] = []
     for table in tables:
         values = table["reward" if undefined else "passed"]
-        scores += np.ma.masked_invalid(values).mean(1).tolist()  # None where all are masked
-    return scores
+        by_prompt += np.ma.masked_invalid(values).mean(1).tolist()  # None where all are masked
+    examples = list(chain(*(p.examples for p in pieces)))
+    return Evaluation(version, scores, examples, by_prompt=by_prompt, prompts=digest)
 
 
 def _of_subset(

@@ -19,8 +19,9 @@ from tba.weights import Weights, load_weights
 class Reference:
     """A policy that is not trained. `version` is its weights' version; 0 is the initial model.
 
-    Searches and `load_weights` may run in several threads. `hold` gives exclusive use of the model,
-    which may belong to an engine.
+    In a LoRA run it is the policy's model without its adapter, or with a frozen one. Searches and
+    `load_weights` may run in several threads. `hold` gives exclusive use of the model, which may
+    belong to an engine.
     """
 
     def __init__(
@@ -31,22 +32,17 @@ class Reference:
     ):
         self.policy = policy
         self.version = 0
+        self._is_adapted = lora.is_adapted(policy.model)
         self._token_budget = token_budget
         lock = Lock()
         self._hold = hold or (lambda: lock)
 
     def load_weights(self, weights: Weights) -> None:
         """Replace all weights by a policy's; if that raises, keep the old ones."""
+        load = lora.load_reference if self._is_adapted else load_weights
         with self._hold():
-            self._load(weights)
+            load(self.policy.model, weights)
             self.version = weights.version
-
-    def _load(self, weights: Weights) -> None:
-        load_weights(self.policy.model, weights)
-
-    def _weights(self) -> AbstractContextManager[Any]:
-        """Return a context in which the model has the reference's weights."""
-        return nullcontext()
 
     @torch.inference_mode()
     def logp(
@@ -69,8 +65,11 @@ class Reference:
             size = max(1, self._token_budget // longest)
             parts += [places[first : first + size] for first in range(0, len(places), size)]
         logp: list[list[np.ndarray]] = [[] for _ in responses]
+        in_use: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        if self._is_adapted:
+            in_use = lora.reference_weights
         # the version is read under the lock: another thread may load other weights afterwards
-        with self._hold(), self._weights():
+        with self._hold(), in_use(self.policy.model):
             for part in parts:
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 marks = [[marks_of(c) for c in responses[i]] for i in part]
@@ -82,16 +81,6 @@ class Reference:
                     pairs = zip(rows, responses[i], strict=True)
                     logp[i] = [row[: len(c.tokens)].copy() for row, c in pairs]
             return logp, self.version
-
-
-class AdapterReference(Reference):
-    """Reference of a LoRA run: the policy's model without its adapter, or with a frozen one."""
-
-    def _load(self, weights: Weights) -> None:
-        lora.load_reference(self.policy.model, weights)
-
-    def _weights(self) -> AbstractContextManager[Any]:
-        return lora.reference_weights(self.policy.model)
 
 
 class EngineReference(Reference):

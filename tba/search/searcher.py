@@ -23,7 +23,7 @@ from tba.prompt import Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
 from tba.search.prompts import EvaluationSet
-from tba.search.reference import AdapterReference, EngineReference, Reference
+from tba.search.reference import EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
 from tba.streams import Use, generator, seed_of
@@ -38,13 +38,11 @@ LONGEST_CALL = 0.25
 After two calls that hang, the others are not tried, so the searcher still meets its deadline.
 """
 
-
 MOST_OF_TASK = 0.9
 """Share of `runtime.task_deadline` after which the sessions of a search end.
 
 The greedy and the sampled sessions of a piece of an evaluation each get half of it.
 """
-
 
 EXPLORING = 0.5
 """Share of the search tasks that draw their temperature, with `sampling.explore`."""
@@ -91,7 +89,7 @@ class SearchSetup:
         else:  # without its adapter, the model of the engine or the trainer is the reference
             hold = None if engine.model is None else engine.lend
             policy = self._policy(model, bf16)
-            reference = AdapterReference(policy, c.trainer.pass_tokens, hold)
+            reference = Reference(policy, c.trainer.pass_tokens, hold)
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
@@ -142,10 +140,9 @@ class SearchSetup:
     def reference(self, device: str, bf16: bool) -> Reference:
         """Load the reference as a separate model."""
         c = self.config
-        kind = Reference if c.policy.lora is None else AdapterReference
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
         model = load_frozen(c.policy, device, bf16, dtype)
-        return kind(self._policy(model, bf16), c.trainer.pass_tokens)
+        return Reference(self._policy(model, bf16), c.trainer.pass_tokens)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tba.agents.chat import endings
+import numpy as np
+
+from tba.agents.chat import encoder, endings
 from tba.agents.environment import check_tools
 from tba.config.mistakes import refuse, together
 from tba.config.plugins import Plugin, find, resolve_all, with_defaults
@@ -55,6 +57,8 @@ PROMPTS = {TRAINED_ON, "tokenizer", "chat template", "config.json of policy.mode
 """Sources that affect what the policy reads, or its log-probs."""
 VOLATILE = {"_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that do not affect its log-probs."""
+FIRST = 64
+"""Number of prompts from which lengths are estimated."""
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +92,12 @@ class RunSetup(Data):
         held = self.task.tools is not None or self.task.program is not None
         chats = held or any(not isinstance(prompt.text, str) for prompt in self.prompts)
         return endings(self.text, chats, self.config.sampling.stop)
+
+    @cached_property
+    def first_prompts(self) -> list[np.ndarray]:
+        """Tokens of the first training prompts, a sample of all."""
+        encode = encoder(self.text, self.task)
+        return [encode(prompt) for prompt in self.prompts[:FIRST]]
 
     def needs(self, machine: Machine) -> MemoryEstimate:
         """Return the memory that the run needs on a machine."""

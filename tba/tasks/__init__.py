@@ -19,7 +19,6 @@ from tba.prompt import Answer, Prompt
 Scores = Sequence[float | None]
 """One reward for each answer, in order; None for an answer that cannot be scored."""
 
-
 AT_ONCE = 64
 """Most tool calls that run at once."""
 

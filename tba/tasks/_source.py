@@ -94,7 +94,10 @@ def _meant(text: str) -> Any:
         if path.is_file():
             return [name if where.endswith(".py") else "", _content(path)]
         if text and any(path.glob("*config*.json")):
-            return [[str(file.relative_to(path)), _bytes(file)] for file in _files(path)]
+            # `Path.rglob` does not follow links to folders
+            names = sorted(glob("**", root_dir=path, recursive=True))  # noqa: PTH207
+            files = [n for n in names if not n.endswith((".md", ".pyc")) and (path / n).is_file()]
+            return [[name, _bytes(path / name)] for name in files]
     return [text, *map(_module, (where, text.rpartition(".")[0], text))]
 
 
@@ -193,16 +196,6 @@ def _of_file(name: str, file: Path) -> Any:
     if name.partition(".")[0] in OURS or any(map(_is_of_packages, file.parents)):
         return name
     return _content(file) if file.is_file() else None  # in an archive
-
-
-def _files(model: Path) -> list[Path]:
-    """Return the files in a model's folder, except hidden ones, caches of Python and pages.
-
-    Also those behind links to folders, which `Path.rglob` does not follow.
-    """
-    names = sorted(glob("**", root_dir=model, recursive=True))  # noqa: PTH207
-    found = (model / name for name in names)
-    return [path for path in found if path.suffix not in (".md", ".pyc") and path.is_file()]
 
 
 def _bytes(file: Path) -> str:

@@ -188,31 +188,32 @@ class Victim:
     def answer(self, attacks: Sequence[str], seed: int) -> list[list[str]]:
         """Return the answers to each attack; deterministic in attacks and seed."""
         rows = [self.encode(attack) for attack in attacks]
+
+        def generate(model: Any, prompts: Tensor, mask: Tensor) -> Tensor:
+            """Return the tokens of the answers to each prompt [N A T], padded to the longest."""
+            output = model.generate(
+                input_ids=prompts,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=self.task.victim_temperature,
+                top_p=self.task.victim_top_p,
+                top_k=0,
+                max_new_tokens=self.task.victim_max_tokens,
+                num_return_sequences=self.task.answers,
+                eos_token_id=sorted(self.text.eos_ids),
+                pad_token_id=self.text.pad_id,
+            )
+            tokens = output[:, prompts.shape[1] :]
+            missing = self.task.victim_max_tokens - tokens.shape[1]
+            padded = pad(tokens, (0, missing), value=self.text.pad_id)
+            return padded.view(len(prompts), self.task.answers, -1)
+
         # transformers draws from the global generators, which other code uses too
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(seed)
-            tokens = self._model.run(rows, self._generate, self.text.pad_id, "left")
+            tokens = self._model.run(rows, generate, self.text.pad_id, "left")
         decode = self.text.tokenizer.batch_decode
         return [decode(to_attack, skip_special_tokens=True) for to_attack in tokens]
-
-    def _generate(self, model: Any, prompts: Tensor, mask: Tensor) -> Tensor:
-        """Return the tokens of the answers to each prompt [N A T], padded to the longest length."""
-        output = model.generate(
-            input_ids=prompts,
-            attention_mask=mask,
-            do_sample=True,
-            temperature=self.task.victim_temperature,
-            top_p=self.task.victim_top_p,
-            top_k=0,
-            max_new_tokens=self.task.victim_max_tokens,
-            num_return_sequences=self.task.answers,
-            eos_token_id=sorted(self.text.eos_ids),
-            pad_token_id=self.text.pad_id,
-        )
-        tokens = output[:, prompts.shape[1] :]
-        missing = self.task.victim_max_tokens - tokens.shape[1]
-        padded = pad(tokens, (0, missing), value=self.text.pad_id)
-        return padded.view(len(prompts), self.task.answers, -1)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,14 @@ def dry_run(
     if rollouts is not None and resume is None:
         lines.append(described(read_rollouts(Path(rollouts), setup.text), setup.config))
     machine = planned or this_machine()
-    lines += [*setup.endings, _length(setup), *setup.needs(machine).lines()]
+    c = setup.config
+    epochs = c.run.steps * c.trainer.groups / len(setup.prompts)
+    length = (
+        f"length: {c.run.steps:,} steps of {c.trainer.groups} prompts x {c.trainer.group_size}"
+        f" samples; {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used"
+        " once"
+    )
+    lines += [*setup.endings, length, *setup.needs(machine).lines()]
     measured = measured_training(setup) if planned is None else {}
     lines.append(time_of(setup.config, *rates_of(setup, machine, measured, {})))
     if planned is not None:
@@ -261,14 +268,3 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
         answer = Answer(text, True, messages, opened[0] if task.tools.judged else None)
     (verdicts,) = scoring([prompt], [[answer, answer]])
     return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
-
-
-def _length(setup: RunSetup) -> str:
-    """Return a line with the length of the run in steps and epochs."""
-    c = setup.config
-    t = c.trainer
-    epochs = c.run.steps * t.groups / len(setup.prompts)
-    return (
-        f"length: {c.run.steps:,} steps of {t.groups} prompts x {t.group_size} samples;"
-        f" {epochs:.3g} epochs of {len(setup.prompts):,} prompts, if each group is used once"
-    )

@@ -14,7 +14,6 @@ from statistics import fmean
 
 import numpy as np
 
-from tba.agents.chat import encoder
 from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.models.pretrained import computes_in_bf16
@@ -22,15 +21,12 @@ from tba.runs.folder import METRICS, read, read_config
 from tba.runs.summary import Summary
 from tba.runtime.placement import available_cores, device_here
 from tba.setup.machine import Machine, this_machine
-from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import RunSetup, check
 from tba.types import collate_tokens
 from tba.weights import PUBLICATIONS
 
 FLOPS = {True: 150e12, False: 0.4e12}
 """Assumed useful FLOP/s of a trainer device, keyed by whether it is a GPU."""
-FIRST = 64
-"""Number of prompts from which lengths are estimated."""
 FEW = 32
 """Most tokens of the responses by which the rate of an engine is measured."""
 
@@ -60,7 +56,7 @@ def rates_of(
     passes = 8 if c.policy.gradient_checkpointing else 6
     speed = FLOPS[machine.gpus > 0] * c.trainer.devices / (passes * needs.sizes.parameters)
     own = c.sampling.max_tokens * c.trainer.group_size
-    read = fmean(map(len, first_prompts(setup)))
+    read = fmean(map(len, setup.first_prompts))
     read *= 1 if c.policy.share_prompt else c.trainer.group_size
     assumed = {
         "decode": 2000.0, "train": speed * own / (own + read), "response": c.sampling.max_tokens,
@@ -69,12 +65,6 @@ def rates_of(
     origin = dict.fromkeys(assumed, "assumed")
     origin |= dict.fromkeys(measured, "measured") | dict.fromkeys(given, "given")
     return Rates(**assumed | dict(measured) | dict(given)), origin
-
-
-def first_prompts(setup: RunSetup) -> list[np.ndarray]:
-    """Return the tokens of the first prompts, a sample of all."""
-    encode = encoder(setup.text, setup.task)
-    return [encode(prompt) for prompt in setup.prompts[:FIRST]]
 
 
 def measured_in(run: Path) -> dict[str, float]:
@@ -104,7 +94,7 @@ def measured_training(setup: RunSetup) -> dict[str, float]:
     trainer = setup.trainer(device := device_here())
     t = setup.config.trainer
     length = setup.config.sampling.max_tokens
-    prompt = round(fmean(map(len, first_prompts(setup))))
+    prompt = round(fmean(map(len, setup.first_prompts)))
     tokens = prompt + t.group_size * (length - 1)  # of a group; the last token predicts nothing
     responses = max(1, min(t.group_size, t.pass_tokens * t.group_size // tokens))
     rng = np.random.default_rng(0)
@@ -132,7 +122,7 @@ def measured_search(setup: RunSetup) -> dict[str, float]:
         c.policy, setup.text, device, computes_in_bf16(c.policy, device), sampling
     )
     at_once = c.runtime.concurrent_searches if setup.engine.joins_batches else 1
-    prompts = list(islice(cycle(first_prompts(setup)), c.runtime.prompts_per_task * at_once))
+    prompts = list(islice(cycle(setup.first_prompts), c.runtime.prompts_per_task * at_once))
     tokens = min(sampling.max_tokens, FEW)
     took = 0.0
     with closing(engine):
@@ -237,7 +227,11 @@ def plan(
     # searchers that together find, while a step is trained, the groups that it needs
     busy = ceil(groups_a_step(c) * own.searchers / (own.found * own.step * (1 - own.trainer_waits)))
     busy = max(1, busy)  # without a limit on reuse, one is always enough
-    room = _room(needs)
+    # searchers for which the machine has GPUs, or else cores
+    room = needs.searchers
+    if c.runtime.use != "local" and c.runtime.address is None:  # a cluster is not known here
+        free = (machine.gpus - c.trainer.devices) // needs.each
+        room = max(1, free if machine.gpus else len(available_cores()) - 1)
     more = f", but the machine has room for {room}" if busy > room else ""
     lines = [f"{name} = {value:,.4g} ({origin[name]})" for name, value in asdict(rates).items()]
     lines += [time_of(c, rates, origin), f"searchers that keep the trainer busy: {busy:,}{more}"]
@@ -250,12 +244,3 @@ def plan(
             f" up to {f.found:,.3g} groups/s, {hours:,.3g} device-hours; limited by {f.bottleneck}"
         )
     return [*lines, *needs.lines()]
-
-
-def _room(needs: MemoryEstimate) -> int:
-    """Return the number of searchers for which the machine has GPUs, or else cores."""
-    c = needs.config
-    if c.runtime.use == "local" or c.runtime.address is not None:  # a cluster is not known here
-        return needs.searchers
-    free = (needs.machine.gpus - c.trainer.devices) // needs.each
-    return max(1, free if needs.machine.gpus else len(available_cores()) - 1)

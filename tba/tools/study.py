@@ -154,7 +154,22 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
         assign_all(merged, _by_key(below, table.base))
     assign_all(merged, _by_key(file.base, "[base]"))
     override_all(merged, of_base)
-    trials = _read_grids(file.grid)
+    trials = [trial for grid in file.grid for trial in _grid(grid)]
+    repeated, count = Counter(grid.name for grid in file.grid).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"two grids are called {repeated!r}; rename one of them")
+    folders = Counter(trial.folder for trial in trials)
+    for trial in trials:
+        if max(map(len, trial.folder.encode().split(b"/"))) > LONGEST_NAME:
+            raise ValueError(
+                f"{_where(trial)}: this name is too long for a folder; write the values as"
+                " variants, each with a label"
+            )
+        if folders[trial.folder] > 1:
+            raise ValueError(
+                f"{_where(trial)}: two runs have this name; remove the repeated value, or write"
+                " both values as variants, each with a label"
+            )
     name = path.resolve().parent.name if path.stem == "study" else path.stem
     study = Study(name, table, merged, trials)
     _check_settings(study, of_base, _by_key(file.base, "[base]"))
@@ -228,26 +243,6 @@ def check_study(study: Study) -> list[Config]:
 
 def _where(trial: Trial) -> str:
     return f"grid {trial.grid!r}, {trial.folder.partition('/')[2]}"
-
-
-def _read_grids(grids: Sequence[GridTable]) -> list[Trial]:
-    trials = [trial for grid in grids for trial in _grid(grid)]
-    name, count = Counter(grid.name for grid in grids).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"two grids are called {name!r}; rename one of them")
-    folders = Counter(trial.folder for trial in trials)
-    for trial in trials:
-        if max(map(len, trial.folder.encode().split(b"/"))) > LONGEST_NAME:
-            raise ValueError(
-                f"{_where(trial)}: this name is too long for a folder; write the values as"
-                " variants, each with a label"
-            )
-        if folders[trial.folder] > 1:
-            raise ValueError(
-                f"{_where(trial)}: two runs have this name; remove the repeated value, or write"
-                " both values as variants, each with a label"
-            )
-    return trials
 
 
 def _grid(grid: GridTable) -> Iterator[Trial]:

@@ -127,12 +127,8 @@ class Sweep:
         return self.study.folder / f"worker-{number}.log"
 
     def write(self) -> None:
-        ledger = Ledger(
-            name=self.study.name,
-            metric=self.study.table.metric,
-            runs=list(self.trials.values()),
-        )
-        ledger.write(self.study.folder)
+        runs = list(self.trials.values())
+        Ledger(self.study.name, self.study.table.metric, runs).write(self.study.folder)
 
     def farewell(self, command: str) -> int:
         """Print the outcome of the study, and return the exit status."""
@@ -187,28 +183,23 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
     status, error = standing(path)
     stored = read_optional(path / CONFIG)
     if stored is not None and (status != "pending" or (path / CHECKPOINTS).is_dir()):
-        differing = _differing(Config(**stored), config)
+        default: dict[str, Any] = {"eval.prompts": EvalTable().prompts}
+        there = default | flat(with_defaults(Config(**stored)).nested())
+        here = default | flat(with_defaults(config).nested())
+        written = {"run.folder", "run.base"}  # by the run itself
+        written |= {key for key, value in here.items() if value == "auto"}
+        keys = [key for key in {**there, **here} if key not in written]
+        differing = [
+            f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
+            for key in keys
+            if there.get(key) != here.get(key) and not key.startswith("log.")
+        ]
         if differing:
             raise ValueError(
                 f"{path} holds a run with another config ({'; '.join(differing)});"
                 " remove that folder to run it again, or change the study back"
             )
     return replace(trial, status=status, error=error)
-
-
-def _differing(stored: Config, config: Config) -> list[str]:
-    """Return, as text, the differing settings that affect a run."""
-    default: dict[str, Any] = {"eval.prompts": EvalTable().prompts}
-    there = default | flat(with_defaults(stored).nested())
-    here = default | flat(with_defaults(config).nested())
-    written = {"run.folder", "run.base"}  # by the run itself
-    written |= {key for key, value in here.items() if value == "auto"}
-    keys = [key for key in {**there, **here} if key not in written]
-    return [
-        f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"
-        for key in keys
-        if there.get(key) != here.get(key) and not key.startswith("log.")
-    ]
 
 
 def prepare(path: Path) -> bool:

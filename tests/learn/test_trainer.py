@@ -20,9 +20,8 @@ from tba.config.schema import load
 from tba.errors import StepError, WrongReference
 from tba.learn import layouts, micro_batches
 from tba.learn.checks import check_lengths
-from tba.learn.trainer import _group_metrics
 from tba.models.forward import attention_mask, select
-from tba.objectives import Objective
+from tba.objectives import Objective, group_metrics
 from tba.runs.warn import Warnings
 from tba.setup.setup import check
 from tba.types import Batch, TokenBatch, collate, collate_tokens
@@ -56,7 +55,7 @@ def test_a_token_far_from_the_reference_cannot_decide_the_kl(batch, moved, k3):
     first = torch.zeros_like(batch.ref_logp)
     first[:, 0, 0] = moved
     tokens = batch.mask.sum().item() / len(batch)
-    found = _group_metrics(batch.ref_logp + first, torch.zeros_like(first), batch, tokens)
+    found = group_metrics(batch.ref_logp + first, torch.zeros_like(first), batch, tokens)
     for name, value in {"kl": moved, "kl/k3": k3}.items():
         expected = torch.full((len(batch),), value / tokens)
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
@@ -73,7 +72,7 @@ def test_the_kl_of_samples_of_the_policy_is_that_of_its_distribution():
     tokens = TokenBatch(prompt, prompt.bool(), drawn, zeros == 0, zeros != 0)
     own = Batch(**tokens.tensors(), behavior_logp=pi[drawn], ref_logp=ref[drawn],
                 reward=zeros[..., 0], value=zeros)  # fmt: skip
-    found = _group_metrics(pi[drawn], zeros, own, float(drawn.numel()))
+    found = group_metrics(pi[drawn], zeros, own, float(drawn.numel()))
     for name in ("kl", "kl/k3"):
         assert found[name].item() == pytest.approx(exact, rel=0.03), name
 

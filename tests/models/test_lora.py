@@ -261,7 +261,7 @@ def test_a_reset_reference_is_a_second_adapter(toy_model, tmp_path, extra):
         probe = collate(groups)
         opened.train()
         searcher = opened.searchers._searcher  # type: ignore[attr-defined]
-        with torch.no_grad(), searcher.reference._weights():
+        with torch.no_grad(), reference_weights(searcher.reference.policy.model):
             again = searcher.reference.policy.logp(probe)
         torch.testing.assert_close(again, run_logp[0], atol=1e-5, rtol=0)
         assert searcher.reference.version == 2
@@ -383,7 +383,7 @@ def test_modules_trained_whole_are_published_and_not_in_the_reference(toy_model,
         assert not torch.equal(as_tensor(weights.arrays[name]).float(), before[plain])
     gap = searcher.load_weights(weights)
     assert gap is not None and gap < (0.05 if bf16 else 1e-5)
-    with torch.no_grad(), searcher.reference._weights():
+    with torch.no_grad(), reference_weights(searcher.reference.policy.model):
         ref = searcher.reference.policy.logp(batch)
     expected = Policy(base, trainer.policy.temperature, bf16).logp(batch)
     torch.testing.assert_close(ref, expected, atol=0.05 if bf16 else 1e-5, rtol=0)

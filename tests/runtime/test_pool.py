@@ -176,7 +176,8 @@ def test_a_range_has_a_searcher_wherever_there_is_room(wide, clock):
     wide.restart()
     assert Counter(handle.machine for handle in wide.handles) == {"one": 2, "other": 2}
     restarts = wide.restarts_left
-    assert len(wide.leave("other")) == 2 and len(wide.handles) == 2
+    on_other = next(handle for handle in wide.handles if handle.machine == "other")
+    assert len(wide.replace(on_other, lost=True)) == 2 and len(wide.handles) == 2
     assert wide.restarts_left == restarts - 1
     for _ in range(3):
         clock.now += LOOK
@@ -199,7 +200,7 @@ def test_too_few_searchers_for_too_long_end_the_run(wide, clock):
     for _ in range(3):
         clock.now += 29
         wide.restart()
-    wide.leave("one")
+    wide.replace(wide.handles[0], lost=True)
     clock.now += 29
     wide.restart()
     clock.now += 2

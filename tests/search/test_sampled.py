@@ -16,8 +16,8 @@ from tba.learn.layouts import first_alike
 from tba.learn.micro_batches import chunks
 from tba.learn.policy import Policy
 from tba.learn.publish import probe_tokens, sequences_of
-from tba.learn.trainer import _group_metrics
 from tba.models.pretrained import load_model
+from tba.objectives import group_metrics
 from tba.objectives.tb import TrajectoryBalance
 from tba.replay.buffer import ReplayBuffer
 from tba.types import GIVEN, Batch, Group, Trajectory, collate
@@ -134,7 +134,7 @@ def test_tb_by_hand():
     torch.testing.assert_close(loss, torch.tensor([0.0625**2]).double())
     torch.testing.assert_close(metrics["tb/log_z"], torch.tensor([0.5625 / 0.5]).double())
     entropy = torch.tensor([[[1.0, 0.0, 2.0], [3.0, 0.0, 3.0]]])
-    found = _group_metrics(logp, entropy, batch, tokens=4.0)
+    found = group_metrics(logp, entropy, batch, tokens=4.0)
     assert found["completions/mean_length"].tolist() == [2.0]
     assert found["entropy"].tolist() == [(1.5 + 3.0) / 2]
     assert found["log_ratio"].tolist() == [(0.75 - 1.0) / 2]

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from studies.coverage import measure
 from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
-from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting, key_of
+from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting
+from studies.off_policy.experiment import key_of
 from tba.config.plugins import resolve_all
 from tba.prompt import Answer, Prompt
 from tba.tools.study import read_study
