@@ -158,7 +158,7 @@ class Session:
             now = squeezed(rendered)
             written = [squeezed(each.asked.rendered + each.spoken) for each in earlier]
             earlier = [e for e, then in zip(earlier, written, strict=True) if now.startswith(then)]
-        # the deepest one; a reply of white space does not change what is said
+        # the deepest one; a reply that is only white space adds nothing to the messages
         before = max(earlier, key=lambda each: (len(each.said), len(each.path)), default=None)
         if before is None:
             if tokens is None:
