@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -46,12 +47,16 @@ def _table(name: str, holder: FieldInfo) -> str:
     table = inner_table(holder)
     assert table is not None
     rows = [_row(field.alias or key, field) for key, field in table.model_fields.items()]
-    sections = [_section(f"## [{name}]", ("key", "type", "default", "meaning"), rows)]
+    section = _section(f"## [{name}]", ("key", "type", "default", "meaning"), rows)
+    return "\n".join([section, *_inner(name, table)])
+
+
+def _inner(name: str, table: type[Table]) -> Iterator[str]:
+    """Yield the sections of the tables in a table."""
     for key, field in table.model_fields.items():
         if inner_table(field) is not None:
             named = ".NAME" if get_origin(field.annotation) is dict else ""
-            sections.append(_table(f"{name}.{key}{named}", field))
-    return "\n".join(sections)
+            yield _table(f"{name}.{key}{named}", field)
 
 
 def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
@@ -59,7 +64,7 @@ def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
     return (
         f"`{key}`",
         _type(field.annotation, field.metadata),
-        _value(field.default),
+        "(required)" if field.is_required() else _value(field.default),
         field.description,
     )
 
@@ -68,14 +73,14 @@ def _plugins(table: str) -> str:
     """Return the section of a table that names a plug-in, with a part for each that ships."""
     default = Config.model_fields[table].default.use
     about = f'## [{table}]\n\n`use = "{default}"` is the default.'
-    declared = type(Config.model_fields[table].default).model_fields
-    common = [_row(key, field) for key, field in declared.items() if key != "use"]
+    declared = type(Config.model_fields[table].default)
+    common = [_row(key, field) for key, field in declared.model_fields.items() if key != "use"]
     if common:
         header = ("key", "type", "default", "meaning")
         about = _section(f"{about} Every plug-in has:", header, common) + "\n"
     parts = [f"{about} What ships:\n".replace("\n ", "\n")]
     parts += [_plugin(PLUGGED[table], table, name) for name in names(PLUGGED[table])]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_inner(table, declared)])
 
 
 def _judges() -> str:

@@ -24,8 +24,8 @@ from tba.runs.console import Console
 from tba.runs.folder import (
     CHECKPOINTS,
     CONFIG,
+    DIGESTS,
     METRICS,
-    SOURCES,
     SUMMARY,
     continues,
     is_full,
@@ -38,14 +38,14 @@ from tba.runs.folder import (
 from tba.runs.generations import going_on
 from tba.runs.journal import Journal
 from tba.runs.stop import Stop
-from tba.runs.summary import Summary, Tracker, by_part, record_session
+from tba.runs.summary import Summary, Tracker, by_source, record_session
 from tba.runs.warn import RunWarning, Warnings
 from tba.runtime import Searchers
 from tba.runtime.deadline import search_errors
 from tba.search.prompts import SearchState
 from tba.setup.setup import TRAINED_ON, RunSetup
 from tba.streams import Use, generator
-from tba.tasks._source import changed
+from tba.tasks._digests import changed
 from tba.types import Group, collate
 
 SOUND = (SearchError, NoAnswerError, StepError)
@@ -131,7 +131,7 @@ class Run:
         self.requested: dict[int, tuple[int, float]] = {}
         # held-out score of each evaluated version
         self.scores = checkpoint.read_scores(self.folder)
-        names = changed(self.parts.sources, read_optional(self.folder / SOURCES))
+        names = changed(self.parts.digests, read_optional(self.folder / DIGESTS))
         self.evaluates_others = bool({*names} - {TRAINED_ON}) and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
         if self.out_of_patience:  # it ended the run before
@@ -225,8 +225,8 @@ class Run:
         stats = self.searchers.stats
         scored = self.tracker.scored(stats)
         totals = self.tracker.step(self.step - 1, groups, self.buffer, stats)
-        parts = by_part(self.parts.task, groups)
-        row = {**metrics, **totals, **parts, **self.checkpoints.metrics()}
+        sources = by_source(self.parts.task, groups)
+        row = {**metrics, **totals, **sources, **self.checkpoints.metrics()}
         if self.config.trainer.devices > 1:
             row["trainer/restarts"] = self.warnings.restarts
         taken = {*row, "step", "requested"}
@@ -303,7 +303,7 @@ class Run:
             self.keep_config()
             self.save()
             self.checkpoints.wait()
-        write_json(self.folder / SOURCES, self.parts.sources)
+        write_json(self.folder / DIGESTS, self.parts.digests)
         record_session(self.folder, self.step, sizes, self.config.nested(), note)
 
     def save(self) -> None:

@@ -18,7 +18,7 @@ class Use(IntEnum):
     REPLAY = 0
     """Draws from the replay buffer: `run.seed`."""
     SELECTION = 1
-    """The choice of prompts: `run.seed`; index of the part of a mixture, else 0."""
+    """The choice of prompts: `run.seed`; index of the source of a mixture, else 0."""
     SEARCH = 2
     """A search of a run: `run.seed`; number of the search."""
     EVALUATION = 3

@@ -22,7 +22,7 @@ from build import answered, pack
 from conftest import VOCABULARY
 
 from tba.config.plugins import names, resolve
-from tba.config.tables import PolicyTable
+from tba.config.tables import PolicyTable, TaskTable
 from tba.engines import Engine
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
@@ -76,6 +76,7 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
     sums = {"train_size": 7, "held_out_size": 2}
     custom = {"data": data, "reward": length, "held_out_size": 2}
     words = {"use": "gsm8k", "data": data, "weight": 2}
+    sources = {"sums": {"use": "arithmetic", "weight": 1, **sums}, "words": words}
     return {
         "arithmetic": sums,
         "gsm8k": {"data": data},
@@ -83,7 +84,7 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
         "custom": custom,
         "agent": {**custom, "rollout": length},
         "tldr": {"data": data, "held_out_data": f"{data}/test.jsonl", "proxy": length},
-        "mixture": {"parts": {"sums": {"use": "arithmetic", **sums}, "words": words}},
+        "mixture": {"sources": sources},
         "reasoning_gym": {"generator": "chain_sum", "size": 12, "held_out_size": 2},
         "mylab.countdown_task.Countdown": {"train_size": 20, "held_out_size": 5},
         "redteam": {"victim": str(wide_model), "judge": f"{data}/length.py:half", "answers": 2},
@@ -94,7 +95,7 @@ def options(tmp_path: Path, wide_model: Path) -> dict[str, dict[str, Any]]:
 def task(request: pytest.FixtureRequest, options: dict[str, dict[str, Any]]) -> Task:
     if request.param in EXTRAS:
         pytest.importorskip(request.param, reason=f"needs the extra {request.param}")
-    return resolve("tasks", "task", request.param, options.get(request.param, {})).build()
+    return build_task(TaskTable(use=request.param, **options.get(request.param, {})), None)
 
 
 def score(task: Task, prompt: Prompt, answers: Sequence[Answer]) -> Sequence[float | None]:
@@ -140,9 +141,8 @@ class NoTask:
 
 
 def test_a_task_must_inherit():
-    plugin = resolve("tasks", "task", "test_contracts.NoTask", {})
     with pytest.raises(ValueError, match=r"^NoTask must inherit .*; write: class NoTask\(Task\)$"):
-        build_task(plugin, None)
+        build_task(TaskTable(use="test_contracts.NoTask"), None)
 
 
 # Strategies

@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails, to_json
 from typing_extensions import TypedDict
 
-from tba.config.hints import NEAREST, elsewhere, inner_table, uses_of
+from tba.config.hints import GONE, NEAREST, elsewhere, inner_table, uses_of
 from tba.config.mistakes import about, choices, explain, reason, together
 from tba.config.secrets import check_secrets, read_secrets
 from tba.config.tables import FILLED_IN, PLUGGED, ConfigTables, PluginTable, Positive, Table
@@ -350,8 +350,8 @@ def _explained(model: type[Table], error: ErrorDetails) -> str:
 
 
 def _keys(where: str, value: object) -> Iterator[str]:
-    """Yield `where` followed by each key of a table, or `where` itself if it holds no table."""
-    if not isinstance(value, Mapping) or not value:
+    """Yield `where` followed by each key of a table, or `where` itself if it is none or is gone."""
+    if not isinstance(value, Mapping) or not value or where in GONE:
         yield where
         return
     for name, inner in value.items():

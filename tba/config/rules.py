@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
-from tba.config.tables import ConfigTables
+from tba.config.tables import ConfigTables, TaskTable
 
 Rule = tuple[bool, str, str]
 """A rule: whether the config breaks it, a setting, and the requirement of that setting."""
@@ -67,7 +68,8 @@ def rules_of_rows(c: ConfigTables, prompts: int, held_out: int, is_new: bool) ->
     e = c.eval
     best = c.checkpoint.keep_best
     held = "held-out prompts, by eval.prompts=128 and a held-out set in [task]"
-    names = {"eval.sets": e.sets, "eval.patience": e.patience, "checkpoint.keep_best": best}
+    names: dict[str, Any] = {"eval.patience": e.patience, "checkpoint.keep_best": best}
+    names |= {f"task.sources.{name}": not each.weight for name, each in c.task.sources.items()}
     for name, value in names.items():
         yield bool(value) and not held_out, name, held
     if is_new:  # a resumed run keeps its settings
@@ -77,6 +79,18 @@ def rules_of_rows(c: ConfigTables, prompts: int, held_out: int, is_new: bool) ->
         filled = -(-c.replay.first_fill * c.sampling.samples // prompts)
         first = f"replay.first_fill = {c.replay.first_fill} with {prompts} training prompts"
         yield filled > c.replay.per_prompt, first, f"replay.per_prompt={filled} or more"
+
+
+def rules_of_sources(task: TaskTable) -> Iterator[Rule]:
+    mixed = f"task.use = {task.use}"
+    is_mixture = task.use == "mixture"
+    yield is_mixture and not task.weights, mixed, "tables [task.sources.NAME] with a weight above 0"
+    for name, source in task.sources.items():
+        key = f"task.sources.{name}"
+        weight = f"{key}.weight = {source.weight:g}"
+        yield source.weight > 0 and not is_mixture, weight, "task.use=mixture"
+        yield is_mixture and not source.use, mixed, f"{key}.use"
+        yield source.use == "mixture", f"{key}.use = mixture", "another task"
 
 
 def rules_of_processes(c: ConfigTables) -> Iterator[Rule]:

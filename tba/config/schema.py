@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pydantic import ValidationError, model_validator
 from tba.config.hints import without_table
 from tba.config.mistakes import refuse, relative_to, together
 from tba.config.plugins import mistakes_in, resolved
-from tba.config.rules import broken, rules_of_processes, rules_of_sizes
+from tba.config.rules import broken, rules_of_processes, rules_of_sizes, rules_of_sources
 from tba.config.secrets import check_secrets
 from tba.config.tables import PLUGGED, ConfigTables, Table
 
@@ -85,7 +86,8 @@ class Config(Tables, ConfigTables):
     @model_validator(mode="after")
     def fits_together(self) -> "Config":
         """Raise ValueError for settings that contradict each other."""
-        mistakes = broken((*rules_of_sizes(self), *rules_of_processes(self)))
+        rules = (rules_of_sizes(self), rules_of_processes(self), rules_of_sources(self.task))
+        mistakes = broken(chain(*rules))
         if mistakes:
             together(partial(refuse, mistakes), partial(resolved, self, self.model_fields_set))
         return self

@@ -97,11 +97,36 @@ class EngineTable(PluginTable):
     )
 
 
+class SourceTable(PluginTable):
+    """A named source of prompts: a task with its options, and a weight."""
+
+    use: str = key("", "task of the source; default: the run's task, with the options given here")
+    weight: NotNegative = Field(
+        description="share of the training prompts of task=mixture, relative to its other sources;"
+        " 0: the held-out prompts are evaluated, and nothing is trained on"
+    )
+
+
 class TaskTable(PluginTable):
     """The task by name, with its options; with rows from Python, it is `custom` by default."""
 
     use: str = "arithmetic"
     allow_loss: Share = key(0.01, "largest share of prompts that may be lost: docs/tasks.md")
+    sources: dict[str, SourceTable] = key(
+        {}, "named sources of prompts, in tables [task.sources.NAME]: docs/tasks.md"
+    )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the sources that are trained on, by name."""
+        return {name: each.weight for name, each in self.sources.items() if each.weight}
+
+    def source(self, name: str) -> PluginTable:
+        """Return the task of a source: its own, or the run's with other options."""
+        own = self.sources[name]
+        if own.use:
+            return PluginTable(use=own.use, **own.options)
+        return PluginTable(use=self.use, **self.options | own.options)
 
 
 class RunTable(Table):
@@ -383,12 +408,6 @@ class RewardTable(Table):
     )
 
 
-class EvalSet(PluginTable):
-    """An additional evaluation set: the held-out prompts of a task, scored by it."""
-
-    use: str = key("", "task of the set; default: the run's task, with the options given here")
-
-
 class EvalTable(Table):
     every: Count = key(50, "evaluate every N steps; 0: only before and after training")
     prompts: Count = key(128, "held-out prompts of each set; default: all, at most 128; 0: none")
@@ -406,7 +425,6 @@ class EvalTable(Table):
     prompts_per_task: Positive = key(
         32, "held-out prompts per evaluation task; evaluation tasks alternate with searches (ray)"
     )
-    sets: dict[str, EvalSet] = key({}, "additional sets, in tables [eval.sets.NAME]: docs/tasks.md")
 
 
 class CheckpointTable(Table):

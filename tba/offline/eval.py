@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -294,7 +294,9 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
     config = _config_at(run, step)
     model = _model_name(config.policy.model)
     by_step = {int(scores["step"]): scores for scores in read_evaluations(run)}
-    data = sorted({*map(_model_name, _data_in(config.task.options))})
+    task = config.task
+    named = [each.options.get("data") for each in (task, *map(task.source, task.weights))]
+    data = sorted({_model_name(each) for each in named if isinstance(each, str)})
     is_same = not any(name.startswith("evaluated") for name in read_warnings(run))
     before = _texts(by_step.get(0, {})) if is_same else {}
     about: dict[str, Any] = {}
@@ -324,15 +326,6 @@ def card(run: Path, step: int, name: str, adapter: bool) -> str:
         counts=[r for r in read(run / METRICS) if "loss" in r and r["step"] == step],
         scores=[(s, before.get(s, "–"), v) for s, v in _texts(by_step.get(step, {})).items()],
     )
-
-
-def _data_in(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the data in a task's options, including the options of its parts."""
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _data_in(value)
-        elif name == "data" and isinstance(value, str):
-            yield value
 
 
 def _texts(scores: Mapping[str, float]) -> dict[str, str]:

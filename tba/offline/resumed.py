@@ -17,7 +17,7 @@ from tba.search.result import SearchStats
 from tba.search.searcher import SearchSetup
 from tba.setup.checks import check_resumed
 from tba.setup.setup import EVALUATED, PROMPTS, RunSetup
-from tba.tasks._source import changed
+from tba.tasks._digests import changed
 from tba.types import Group
 
 AT_ONCE = 16
@@ -34,7 +34,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
     before = read_sources(run)
-    changes = [name for name in changed(setup.sources, before) if name != EVALUATED]
+    changes = [name for name in changed(setup.digests, before) if name != EVALUATED]
     names = ", ".join(changes)
     lost = ""
     task = setup.task

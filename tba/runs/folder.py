@@ -28,7 +28,7 @@ SUMMARY = "summary.json"
 CONFIG = "config.json"
 SESSIONS = "sessions.jsonl"
 WARNINGS = "warnings.jsonl"
-SOURCES = "sources.json"
+DIGESTS = "digests.json"
 CHECKPOINTS = "checkpoints"
 IDENTITY = "wandb_id"
 """File with the run's id in W&B: folders of different studies may have the same name."""
@@ -76,13 +76,13 @@ def read_optional(path: Path) -> Any:
     return read_json(path) if path.is_file() else None
 
 
-def read_sources(run: Path) -> dict[str, str] | None:
+def read_digests(run: Path) -> dict[str, str] | None:
     """Return the digests of a run's data and rewards; log a warning if it has none."""
-    sources: dict[str, str] | None = read_optional(run / SOURCES)
-    if sources is None:
+    digests: dict[str, str] | None = read_optional(run / DIGESTS)
+    if digests is None:
         text = "%s is from an earlier version: changes of its data and rewards are not detected"
         log.warning(text, run)
-    return sources
+    return digests
 
 
 def flat(tables: Mapping[str, Mapping[str, Any]]) -> Row:

@@ -208,21 +208,20 @@ class Tracker:
         )
 
 
-def by_part(task: Task, groups: Sequence[Group]) -> dict[str, float]:
-    """Return the reward, pass@1 and share of groups for each part of a mixture in `groups`."""
-    if not task.part_weights:
-        return {}
-    parts: defaultdict[str, list[Group]] = defaultdict(list)
+def by_source(task: Task, groups: Sequence[Group]) -> dict[str, float]:
+    """Return the reward, pass@1 and share of groups for each source of a mixture in `groups`."""
+    sources: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        parts[task.part(group.prompt)[0]].append(group)
+        sources[task.source(group.prompt)[0]].append(group)
+    sources.pop("", None)  # of a task that is no mixture
     metrics = {}
-    for name, members in parts.items():
+    for name, members in sources.items():
         rewards = [t.reward for group in members for t in group.trajectories]
-        metrics[f"parts/{name}/reward"] = fmean(rewards)
-        metrics[f"parts/{name}/share"] = len(members) / len(groups)
-        least = task.part(members[0].prompt)[1].pass_reward
+        metrics[f"sources/{name}/reward"] = fmean(rewards)
+        metrics[f"sources/{name}/share"] = len(members) / len(groups)
+        least = task.source(members[0].prompt)[1].pass_reward
         if least is not None:
-            metrics[f"parts/{name}/pass@1"] = fmean(passes(reward, least) for reward in rewards)
+            metrics[f"sources/{name}/pass@1"] = fmean(passes(reward, least) for reward in rewards)
     return metrics
 
 

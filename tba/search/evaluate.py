@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts: reward, pass@1, avg@n, pass@k, perplexity, task measures.
 
 An evaluation is divided into pieces of `eval.prompts_per_task` prompts. Its scores do not depend on
-which searcher evaluates which piece. There may be further sets in addition to the held-out prompts,
-and a task may have parts: each set and each part has separate scores.
+which searcher evaluates which piece. Each source has separate scores, whether the
+run trains on it or only evaluates it.
 """
 
 import hashlib
@@ -54,11 +54,11 @@ class EvaluatedPiece:
     """Values of the answers to one piece of an evaluation, whose prompts are from one set."""
 
     set: str
-    """Name of the evaluation set; "" for the held-out prompts."""
+    """Name of the source that is only evaluated; "" for the held-out prompts of the task."""
     prompts: list[str]
     """Digest of each prompt."""
-    parts: list[str]
-    """Part of the task that each prompt belongs to; "" if the task has no parts."""
+    sources: list[str]
+    """Source of each prompt within a mixture; "" in other tasks."""
     tables: Mapping[Mode, Table]
     k: Sequence[int]
     """k of each pass@k."""
@@ -83,8 +83,7 @@ def pieces_of(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
     """Return for each piece of an evaluation its set, its offset in the set, and its prompts."""
     size = setup.config.eval.prompts_per_task
     divided = []
-    sets = {"": setup.held_out} | {name: one.prompts for name, one in setup.sets.items()}
-    for name, prompts in sets.items():
+    for name, prompts in {"": setup.held_out, **setup.evaluated}.items():
         for first in range(0, len(prompts), size):
             divided.append((name, first, prompts[first : first + size]))
     return divided
@@ -139,7 +138,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     return EvaluatedPiece(
         set=name,
         prompts=[hashlib.sha256(repr(prompt).encode()).hexdigest() for prompt in prompts],
-        parts=[searcher.scoring.tasks[name].part(prompt)[0] for prompt in prompts],
+        sources=[searcher.scoring.tasks[name].source(prompt)[0] for prompt in prompts],
         tables={answers.mode: answers.table for answers in (greedy, sampled)},
         k=settings.k,
         reference=version,
@@ -149,7 +148,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
 
 
 def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
-    """Combine the scores of all pieces. Names of a subset's scores begin with `SET/` or `PART/`.
+    """Combine the scores of all pieces. The names of a source's scores begin with `SOURCE/`.
 
     Scores that depend on the reference are left out if it was reset between two pieces. `seconds`
     is the sum over all pieces.
@@ -158,10 +157,10 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
     scores: dict[str, float] = {}
     for name in dict.fromkeys(p.set for p in pieces):
         of_set = [p for p in pieces if p.set == name]
-        parts = np.concatenate([p.parts for p in of_set])
-        scores |= _of_subset([name], of_set, np.full(len(parts), True), left_out)
-        for part in dict.fromkeys(parts[parts != ""].tolist()):
-            scores |= _of_subset([name, part], of_set, parts == part, left_out)
+        sources = np.concatenate([p.sources for p in of_set])
+        scores |= _of_subset(name, of_set, np.full(len(sources), True), left_out)
+        for source in dict.fromkeys(sources[sources != ""].tolist()):
+            scores |= _of_subset(source, of_set, sources == source, left_out)
     scores["seconds"] = sum(p.seconds for p in pieces)
     held_out = [p for p in pieces if p.set == ""]
     digests = "".join(chain(*(p.prompts for p in held_out)))
@@ -177,13 +176,13 @@ def join(version: int, pieces: Sequence[EvaluatedPiece]) -> Evaluation:
 
 
 def _of_subset(
-    path: Sequence[str],
+    source: str,
     pieces: Sequence[EvaluatedPiece],
     chosen: Bool[np.ndarray, " P"],
     left_out: Sequence[str],
 ) -> dict[str, float]:
-    """Return the scores of the chosen prompts of a set, with the prefix of the set and part."""
-    prefix = "".join(f"{name}/" for name in path if name)
+    """Return the scores of the chosen prompts of a set, with the source as their prefix."""
+    prefix = f"{source}/" if source else ""
     scores: dict[str, float] = {}
     for mode, columns in pieces[0].tables.items():
         table = {}
@@ -197,7 +196,7 @@ def _of_subset(
 
 
 def _scores(mode: Mode, table: Table, k: Sequence[int]) -> dict[str, float]:
-    """Return the scores of a set or a part of it, and their standard errors.
+    """Return the scores of a set or a source in it, and their standard errors.
 
     Standard errors are over prompts, because samples of one prompt are not independent. Samples
     that the task cannot score count as wrong, but are excluded from the mean reward, which is 0 if
@@ -279,7 +278,7 @@ def _answer(
     table = {"reward": _as_table(verdicts)}
     for measure in scoring.tasks[task].measures():
         table[measure] = _as_table(scoring(prompts, answers, (task, measure)))
-    levels = [scoring.tasks[task].part(prompt)[1].pass_reward for prompt in prompts]
+    levels = [scoring.tasks[task].source(prompt)[1].pass_reward for prompt in prompts]
     least = np.array([[nan if level is None else level] for level in levels])
     groups = responses.completions
     length = np.array([[c.length or nan for c in group] for group in groups], float)

@@ -10,7 +10,6 @@ from functools import cached_property
 from textwrap import shorten
 from typing import Any, NotRequired, TypedDict
 
-from tba.config.tables import PluginTable
 from tba.errors import RewardError
 from tba.prompt import Prompt
 from tba.search.result import SearchStats
@@ -22,14 +21,6 @@ log = logging.getLogger(__name__)
 
 PATIENCE = 1000
 """Consecutive times that a selection may choose only prompts in quarantine."""
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Prompts to evaluate in addition to the held-out ones, and the task that scores them."""
-
-    task: PluginTable
-    prompts: tuple[Prompt, ...]
 
 
 class Cursor(TypedDict):

@@ -137,7 +137,7 @@ class EvaluatedAnswer:
     notes: Mapping[str, Any] = field(default_factory=dict)
     """The score of each reward function, and its notes about the answer."""
     set: str = ""
-    """Name of the evaluation set; "" for the held-out prompts."""
+    """Name of the source that is only evaluated; "" for the held-out prompts of the task."""
     mode: Mode = "greedy"
     tokens: int = 0
     finished: bool = True

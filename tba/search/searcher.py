@@ -22,7 +22,6 @@ from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
-from tba.search.prompts import EvaluationSet
 from tba.search.reference import EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats
 from tba.search.values import Rollouts
@@ -60,8 +59,8 @@ class SearchSetup:
     """Value estimates that the objective needs from searches; None if it needs none."""
     reward_functions: Functions | bytes | None
     """Functions passed from Python, pickled for other processes; None if the config names them."""
-    sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
-    """Further evaluation sets, by name."""
+    evaluated: Mapping[str, tuple[Prompt, ...]] = field(default_factory=dict)
+    """Prompts of the sources that are only evaluated, by name."""
     needs_behavior: bool = False
     """Whether the objective needs the exact log-probs of the policy that sampled."""
 
@@ -104,8 +103,9 @@ class SearchSetup:
         return Searcher(engine, reference, text, scoring, self, gap, agents)
 
     def scoring(self, device: str) -> Scoring:
-        """Build the scoring of the run's task and of the tasks of evaluation sets."""
+        """Build the scoring of the run's task and of the sources that are only evaluated."""
         reward = self.config.reward
+        task = self.config.task
         deadlines = self.config.runtime
         functions = self.reward_functions
         if isinstance(functions, bytes):  # pickled with this object, never read from a file
@@ -113,11 +113,10 @@ class SearchSetup:
         isolated = reward.isolate == "process"
         builds = {}
         tasks = {}
-        named = {"": self.config.task, **{name: one.task for name, one in self.sets.items()}}
-        for name, task in named.items():
-            plugin = resolve("tasks", "task", task.use, task.options)
-            builds[name] = partial(build_task, plugin, functions, device)
-            tasks[name] = build_task(plugin, functions, None if isolated else device)
+        tables = {"": task, **{name: task.source(name) for name in self.evaluated}}
+        for name, table in tables.items():
+            builds[name] = partial(build_task, table, functions, device)
+            tasks[name] = build_task(table, functions, None if isolated else device)
         process = None
         if isolated:
             process = ScoringProcess(builds, reward.max_memory, deadlines.start_deadline)

@@ -50,15 +50,15 @@ class CountedSelection:
 class Interleaved:
     """Prompts of several selections, interleaved in proportion to weights.
 
-    Smooth weighted round-robin: at each turn, every part gains credit equal to its weight; the part
-    with the most credit is chosen, and pays the sum of all weights. A part is never more than one
-    prompt behind its share.
+    Smooth weighted round-robin: at each turn, every source gains credit equal to its weight; the
+    source with the most credit is chosen, and pays the sum of all weights. It is never more than
+    one prompt behind its share.
     """
 
     selections: Mapping[str, Selection]
     weights: Mapping[str, float]
-    part: Callable[[Prompt], str]
-    """Returns the part that a prompt belongs to."""
+    source: Callable[[Prompt], str]
+    """Returns the source that a prompt belongs to."""
     _credit: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,13 +77,13 @@ class Interleaved:
         return [next(chosen[name]) for name in turns]
 
     def learn(self, group: "Group") -> None:
-        self.selections[self.part(group.prompt)].learn(group)
+        self.selections[self.source(group.prompt)].learn(group)
 
     def state(self) -> dict[str, Any]:
-        parts = {name: selection.state() for name, selection in self.selections.items()}
-        return {"credit": dict(self._credit), "parts": parts}
+        states = {name: selection.state() for name, selection in self.selections.items()}
+        return {"credit": dict(self._credit), "sources": states}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._credit = dict(state["credit"])
         for name, selection in self.selections.items():
-            selection.restore(state["parts"][name])
+            selection.restore(state["sources"][name])

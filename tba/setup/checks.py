@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.mistakes import together
-from tba.config.plugins import resolve, resolve_all, resolved
+from tba.config.plugins import resolve_all, resolved
 from tba.config.schema import Config, assign_all, override_all, read_tables
 from tba.config.tables import PLUGGED, PolicyTable, by_key
 from tba.models import model_path
@@ -49,7 +49,7 @@ def placed(config: Config) -> Config:
         place = next((i for i, each in enumerate(sys.path) if each in here), len(sys.path))
         sys.path.insert(place, start)
     tables = config.model_dump(exclude_unset=True, by_alias=True)
-    for name in tables.keys() & {"policy", "eval", "replay", *PLUGGED}:
+    for name in tables.keys() & {"policy", "replay", *PLUGGED}:
         tables[name] = _absolute(name, tables[name])
     default = f"runs/{config.task.use}-{config.objective.use}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(config.run.folder or default).expanduser().absolute()
@@ -121,11 +121,10 @@ def check_config(config: Config, passed: InMemoryData | None = None, folder: Pat
     if passed is not None:
         config = passed.named_in(config, folder)
     functions = None if passed is None else passed.functions
-    task = config.task
     together(
         partial(_check_model, config),
         partial(resolved, config, config.model_fields_set),
-        lambda: build_task(resolve("tasks", "task", task.use, task.options), functions),
+        partial(build_task, config.task, functions),
     )
 
 

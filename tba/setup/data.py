@@ -1,4 +1,4 @@
-"""Data of a run: its task, its tokenized prompts, and additional evaluation sets."""
+"""Data of a run: its task, its tokenized prompts, and sources that are only evaluated."""
 
 import logging
 from collections import Counter, defaultdict
@@ -11,14 +11,12 @@ import numpy as np
 from tba.agents.chat import check_stop, encoder, identity
 from tba.agents.environment import check_tools
 from tba.config.mistakes import about
-from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import unread
 from tba.prompt import Prompt
-from tba.search.prompts import EvaluationSet
 from tba.tasks import Task
-from tba.tasks._memory import Functions, build_task, named_task
+from tba.tasks._memory import Functions, build_source, build_task
 from tba.tasks._rendering import Rendering
 
 Encoded = tuple[Prompt, np.ndarray]
@@ -39,22 +37,27 @@ class Data:
     held_out: Sequence[Prompt]
     kept_back: int
     """Total number of held-out prompts; evaluations use the first `eval.prompts`."""
-    sets: Mapping[str, EvaluationSet]
-    """Additional evaluation sets, by name."""
+    evaluated: Mapping[str, tuple[Prompt, ...]]
+    """Prompts of the sources that are only evaluated, by name."""
     extremes: tuple[np.ndarray, np.ndarray]
     """Tokens of the shortest and of the longest prompt."""
 
 
-def read_data(config: Config, functions: Functions | None, text: Tokenizer, plugin: Plugin) -> Data:
-    """Build the task, and read its prompts and the additional evaluation sets."""
-    task = build_task(plugin, functions)
+def read_data(config: Config, functions: Functions | None, text: Tokenizer) -> Data:
+    """Build the task, and read its prompts and those of the sources that are only evaluated."""
+    task = build_task(config.task, functions)
     task.check()
     check_stop(config.sampling.stop, text)
     prompts, held_out, kept_back, encoded = read_prompts(config, task, text)
     trained_on = {identity(task, p, ids) for p, ids in encoded[: len(prompts)]}
-    sets, of_sets = evaluation_sets(config, functions, task, text, trained_on)
-    lengths = sorted((ids for _, ids in encoded + of_sets), key=len)
-    return Data(text, task, prompts, held_out, kept_back, sets, (lengths[0], lengths[-1]))
+    evaluated: dict[str, tuple[Prompt, ...]] = {}
+    for name, source in config.task.sources.items():
+        if source.weight == 0:
+            of_source = read_source(config, name, functions, text, trained_on)
+            evaluated[name] = tuple(prompt for prompt, _ in of_source)
+            encoded += of_source
+    lengths = sorted((ids for _, ids in encoded), key=len)
+    return Data(text, task, prompts, held_out, kept_back, evaluated, (lengths[0], lengths[-1]))
 
 
 def read_prompts(
@@ -75,14 +78,11 @@ def read_prompts(
     if not prompts:
         raise ValueError("the task has no prompts to train on; check its data and sizes in [task]")
     used = [*prompts, *held_out]
-    is_cut = task.program is not None  # the program reads the row
-    tokens = text.encode_all(used, config.sampling.max_tokens, encode, is_cut)
-    for name in unread(() if is_cut else used, text.tokenizer.chat_template, task.tools):
+    reads = () if task.program is not None else used  # the program reads the row
+    for name in unread(reads, text.tokenizer.chat_template, task.tools):
         told = "the column %r is not in the prompt; name it in task.prompt, or rename it"
         log.warning(told, name)
-    together = list(zip(used, tokens, strict=True))
-    lost = [p for p, ids in together if text.loses(p, ids) and not is_cut]
-    check_loss(task, "prompts", lost, used, UNWRITTEN.format(config.policy.model), allowed)
+    together = _encoded("prompts", config, task, text, used)
     encoded = together[: len(prompts)]
     evaluated = together[len(prompts) :]
     if not task.samples_again:
@@ -105,18 +105,18 @@ def read_prompts(
 def check_loss(
     task: Task, what: str, lost: Sequence[Prompt], of: Sequence[Prompt], why: str, allowed: float
 ) -> None:
-    """Warn of lost prompts; ValueError if a part loses more than one, and more than is `allowed`.
+    """Warn of lost prompts; ValueError if a source loses more than one, and more than is `allowed`.
 
     All causes of loss come here.
     """
-    every = Counter(task.part(prompt)[0] for prompt in of)
-    for part, count in Counter(task.part(prompt)[0] for prompt in lost).items():
-        named = f"{what} of task.parts.{part}" if part else what
-        told = f"{count:,} of {every[part]:,} {named} {why}"
-        if count > max(1, allowed * every[part]):
+    every = Counter(task.source(prompt)[0] for prompt in of)
+    for source, count in Counter(task.source(prompt)[0] for prompt in lost).items():
+        named = f"{what} of task.sources.{source}" if source else what
+        told = f"{count:,} of {every[source]:,} {named} {why}"
+        if count > max(1, allowed * every[source]):
             raise ValueError(
                 f"{told}, more than task.allow_loss = {allowed:g}; change the data, or set"
-                f" task.allow_loss={ceil(100 * count / every[part]) / 100:g} if that is meant"
+                f" task.allow_loss={ceil(100 * count / every[source]) / 100:g} if that is meant"
             )
         log.warning(told)
 
@@ -127,18 +127,18 @@ def usable_prompts(
 ) -> list[Prompt]:  # fmt: skip
     """Drop prompts that are too long or already `seen`, as configured by the task.
 
-    Adds to `seen`. Raises ValueError if the task, or a part of it, has no prompts left, or if it
+    Adds to `seen`. Raises ValueError if the task, or a source of it, has no prompts left, or if it
     has lost more rows than are `allowed`.
     """
     left: list[Prompt] = []
     lost: defaultdict[str, list[Prompt]] = defaultdict(list)
     firsts: dict[str, Prompt] = {}
     for prompt in prompts:
-        part, own = task.part(prompt)
-        firsts.setdefault(part, prompt)
+        source, own = task.source(prompt)
+        firsts.setdefault(source, prompt)
         if isinstance(own, Rendering) and (own.max_prompt_tokens or own.drop_duplicates):
             ids = encode(prompt)
-            known = part.encode() + b"/" + identity(task, prompt, ids)
+            known = source.encode() + b"/" + identity(task, prompt, ids)
             if own.max_prompt_tokens and len(ids) > own.max_prompt_tokens:
                 reason = f"longer than task.max_prompt_tokens = {own.max_prompt_tokens}"
                 lost[reason].append(prompt)
@@ -151,58 +151,55 @@ def usable_prompts(
     for reason, dropped in lost.items():  # as the config says
         check_loss(task, f"{what} prompts", dropped, prompts, f"are left out: {reason}", 1.0)
     for first in firsts.values():
-        _, own = task.part(first)
+        _, own = task.source(first)
         for (split, why), count in own.left_out.items() if isinstance(own, Rendering) else ():
             if (split == "train") == (what == "training"):
                 rows = [first] * count
                 check_loss(task, f"{what} rows", rows, [*prompts, *rows], why, allowed)
-    if empty := firsts.keys() - {task.part(p)[0] for p in left}:
-        of_part = "".join(f" of task.parts.{name}" for name in sorted(empty) if name)
+    if empty := firsts.keys() - {task.source(p)[0] for p in left}:
+        of_source = "".join(f" of task.sources.{name}" for name in sorted(empty) if name)
         raise ValueError(
-            f"all {what} prompts{of_part} are {' or '.join(lost)}; raise it, or drop it"
+            f"all {what} prompts{of_source} are {' or '.join(lost)}; raise it, or drop it"
         )
     return left
 
 
-def evaluation_sets(
-    config: Config, functions: Functions | None, task: Task, text: Tokenizer, trained_on: Set[bytes]
-) -> tuple[dict[str, EvaluationSet], list[Encoded]]:
-    """Return the sets by name, and all their prompts with tokens; ValueError if a set is invalid.
+def read_source(
+    config: Config, name: str, functions: Functions | None, text: Tokenizer, trained_on: Set[bytes]
+) -> list[Encoded]:
+    """Return the prompts of a source that is only evaluated; ValueError if it is invalid.
 
-    Prompts that are also trained on are dropped, unless the set's task `samples_again`. `task` is
-    the task of the run.
+    Prompts that are also trained on are dropped, unless the source's task `samples_again`.
     """
-    sets: dict[str, EvaluationSet] = {}
-    encoded: list[Encoded] = []
+    task = build_source(config.task, name, functions)
+    key = f"task.sources.{name}"
     allowed = config.task.allow_loss
-    for name, table in config.eval.sets.items():
-        key = f"eval.sets.{name}"
-        if name in task.part_weights:
-            raise ValueError(f"[{key}]: a part of the task has this name, too; rename one of them")
-        options = table.options if table.use else config.task.options | table.options
-        use = table.use or config.task.use
-        own = named_task(key, use, options, functions)
-        with about(f"[{key}]"):  # error messages name keys of `task.`
-            own.check()
-            encode = encoder(text, own)
-            prompts = usable_prompts(key, own, own.held_out(), encode, set(), allowed)
-        is_cut = own.program is not None
-        tokens = text.encode_all(prompts, config.sampling.max_tokens, encode, is_cut)
-        pairs = list(zip(prompts, tokens, strict=True))
-        encoded += pairs
-        lost = [p for p, ids in pairs if text.loses(p, ids) and not is_cut]
-        unwritten = UNWRITTEN.format(config.policy.model)
-        check_loss(own, f"{key} prompts", lost, prompts, unwritten, allowed)
-        known = set() if own.samples_again else trained_on
-        again = [p for p, ids in pairs if identity(own, p, ids) in known]
-        fresh = [p for p, ids in pairs if identity(own, p, ids) not in known]
-        if not fresh:
-            why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
-            raise ValueError(f"[{key}]: {why}; give it separate data, or remove it")
-        told = "are trained on, and left out"
-        check_loss(own, f"{key} prompts", again, prompts, told, allowed)
-        if own.tools is not None:
-            check_tools(own, fresh[0])
-        chosen = fresh[: config.eval.prompts]
-        sets[name] = EvaluationSet(type(config.task)(use=use, **options), tuple(chosen))
-    return sets, encoded
+    with about(f"[{key}]"):  # error messages name keys of `task.`
+        task.check()
+        prompts = usable_prompts(key, task, task.held_out(), encoder(text, task), set(), allowed)
+    pairs = _encoded(f"{key} prompts", config, task, text, prompts)
+    known = set() if task.samples_again else trained_on
+    is_known = [identity(task, p, ids) in known for p, ids in pairs]
+    fresh = [pair for pair, also in zip(pairs, is_known, strict=True) if not also]
+    if not fresh:
+        why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
+        raise ValueError(f"[{key}]: {why}; give it separate data, or remove it")
+    again = [p for p, also in zip(prompts, is_known, strict=True) if also]
+    told = "are trained on, and left out"
+    check_loss(task, f"{key} prompts", again, prompts, told, allowed)
+    if task.tools is not None:
+        check_tools(task, fresh[0][0])
+    return fresh[: config.eval.prompts]
+
+
+def _encoded(
+    what: str, config: Config, task: Task, text: Tokenizer, prompts: Sequence[Prompt]
+) -> list[Encoded]:
+    """Return prompts with their tokens; ValueError if too many have unknown tokens."""
+    is_cut = task.program is not None  # the program reads the row
+    tokens = text.encode_all(prompts, config.sampling.max_tokens, encoder(text, task), is_cut)
+    pairs = list(zip(prompts, tokens, strict=True))
+    lost = [p for p, ids in pairs if text.loses(p, ids) and not is_cut]
+    unwritten = UNWRITTEN.format(config.policy.model)
+    check_loss(task, what, lost, prompts, unwritten, config.task.allow_loss)
+    return pairs

@@ -43,18 +43,18 @@ from tba.setup.machine import Machine, this_machine
 from tba.setup.memory import MemoryEstimate
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
+from tba.tasks._digests import digest, digests_of
 from tba.tasks._memory import Functions, to_send
-from tba.tasks._source import digest, sources_of
 from tba.types import Sampling
 from tba.weights import Transport
 
 READ = ("policy", "task", "engine", "sampling", "reward", "eval")
 """Tables of a config that determine its `Data`."""
 EVALUATED = "held-out prompts"
-"""Source that affects only scores."""
+"""Digest of what affects only scores."""
 TRAINED_ON = "training prompts"
 PROMPTS = {TRAINED_ON, "tokenizer", "chat template", "config.json of policy.model"}
-"""Sources that affect what the policy reads, or its log-probs."""
+"""Digests of what affects what the policy reads, or its log-probs."""
 VOLATILE = {"_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that do not affect its log-probs."""
 FIRST = 64
@@ -73,7 +73,7 @@ class RunSetup(Data):
     engine: type[Engine]
     reward_functions: Functions | bytes | None
     """Functions passed from Python, pickled if they run in another process."""
-    sources: Mapping[str, str]
+    digests: Mapping[str, str]
     """Digests of data, tokenizer and rewards, by name."""
     notes: Sequence[str]
     """Messages to print at the start of the run."""
@@ -82,7 +82,7 @@ class RunSetup(Data):
     def counts(self) -> str:
         """Text with the number of training prompts and of held-out prompts in use."""
         used = f"evaluating {len(self.held_out):,} of {self.kept_back:,} held-out prompts"
-        sets = "".join(f", {len(each.prompts):,} in {name}" for name, each in self.sets.items())
+        sets = "".join(f", {len(prompts):,} in {name}" for name, prompts in self.evaluated.items())
         held_out = used if self.held_out else "none held out"
         return f"{len(self.prompts):,} training prompts, {held_out}{sets}"
 
@@ -103,24 +103,24 @@ class RunSetup(Data):
         """Return the memory that the run needs on a machine."""
         return MemoryEstimate.of(self.config, machine, len(self.extremes[1]))
 
-    def by_part(self) -> dict[str, list[Prompt]]:
-        """Return the training prompts by part of a mixture; other tasks have one part, ""."""
-        parts: dict[str, list[Prompt]] = {}
+    def by_source(self) -> dict[str, list[Prompt]]:
+        """Return the training prompts by source of a mixture; other tasks have one, ""."""
+        sources: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
-            parts.setdefault(self.task.part(prompt)[0], []).append(prompt)
-        return parts
+            sources.setdefault(self.task.source(prompt)[0], []).append(prompt)
+        return sources
 
     def prompt_stream(self) -> PromptStream:
         """Return a new stream of the training prompts."""
         task = self.task
         selections = {}
-        for place, (name, prompts) in enumerate(self.by_part().items()):
-            pass_reward = task.part(prompts[0])[1].pass_reward
+        for place, (name, prompts) in enumerate(self.by_source().items()):
+            pass_reward = task.source(prompts[0])[1].pass_reward
             seed = seed_of(self.config.run.seed, Use.SELECTION, place)
             selections[name] = self.selection.build(prompts, seed, pass_reward)
         chosen = selections.get("")
         if chosen is None:
-            chosen = Interleaved(selections, task.part_weights, lambda p: task.part(p)[0])
+            chosen = Interleaved(selections, self.config.task.weights, lambda p: task.source(p)[0])
         return PromptStream(self.prompts, chosen, self.config.reward.quarantine)
 
     def trainer_setup(self, is_new: bool = False) -> TrainerSetup:
@@ -151,7 +151,7 @@ class RunSetup(Data):
             held_out=tuple(self.held_out),
             value_rollouts=self.objective.at(0).value_rollouts,
             reward_functions=self.reward_functions,
-            sets=self.sets,
+            evaluated=self.evaluated,
             needs_behavior=needs_behavior(c, self.objective),
         )
 
@@ -180,7 +180,7 @@ def check(
         partial(_check_policy, config, here),
         partial(_check_engine, config, engine, here),
         partial(_check_objective, config, objective),
-        lambda: data or read_data(config, functions, text, plugins.task),
+        lambda: data or read_data(config, functions, text),
     )
     first = objective.at(0)
     goes_back = first.value_rollouts is not None
@@ -202,14 +202,14 @@ def check(
         prompts=data.prompts,
         held_out=data.held_out,
         kept_back=data.kept_back,
-        sets=data.sets,
+        evaluated=data.evaluated,
         extremes=data.extremes,
         strategy=plugins.strategy.build(),
         objective=objective,
         selection=plugins.selection,
         engine=engine,
         reward_functions=to_send(functions, config),
-        sources=_sources(config, functions, data),
+        digests=_digests(config, functions, data),
         notes=notes,
     )
     setup.prompt_stream()  # raises if the selection cannot work
@@ -220,7 +220,7 @@ def check(
     return setup
 
 
-def _sources(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
+def _digests(config: Config, functions: Functions | None, data: Data) -> dict[str, str]:
     """Return digests of everything that affects samples, their rewards, or evaluation scores."""
     from transformers import PretrainedConfig
 
@@ -231,11 +231,11 @@ def _sources(config: Config, functions: Functions | None, data: Data) -> dict[st
     own = data.text.tokenizer
     vocabulary = own.backend_tokenizer.to_str() if own.is_fast else sorted(own.get_vocab())
     sets: list[Any] = [digest_of(data.held_out)]
-    for each in data.sets.values():
-        scored = sources_of(config.model_copy(update={"task": each.task}), functions)
-        sets.append([digest_of(each.prompts), scored])
+    for name, prompts in data.evaluated.items():
+        sets.append([digest_of(prompts), digests_of(config.task.source(name), functions)])
     answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
-    return sources_of(config, functions) | {
+    return digests_of(config.task, functions) | {
+        "sampling.truncated": digest(config.sampling.truncated),
         TRAINED_ON: digest_of(data.prompts),
         EVALUATED: digest([sets, answered]),
         "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),

@@ -186,13 +186,8 @@ class Task(Scorer):
         """The user's program that runs sessions with the policy, or None."""
         return None
 
-    @property
-    def part_weights(self) -> Mapping[str, float]:
-        """The weight of each part by name; empty if the task has no parts."""
-        return {}
-
-    def part(self, prompt: Prompt) -> tuple[str, "Task"]:
-        """Return the part that a prompt belongs to, by name and as a task."""
+    def source(self, prompt: Prompt) -> tuple[str, "Task"]:
+        """Return the source of a mixture that a prompt belongs to, by name and as a task."""
         return "", self
 
     def right_answer(self, prompt: Prompt) -> str | None:
@@ -208,7 +203,7 @@ class Task(Scorer):
 ScorerName = tuple[str, str | None]
 """Name of a task, and name of one of its measures or None for its reward."""
 REWARD: ScorerName = ("", None)
-"""The reward of the run's task; other tasks belong to evaluation sets."""
+"""The reward of the run's task; other tasks belong to sources that are only evaluated."""
 
 
 def scorer_of(tasks: Mapping[str, Task], name: ScorerName) -> Scorer:

@@ -12,10 +12,10 @@ from typing import Any
 import cloudpickle
 
 from tba.config.mistakes import about
-from tba.config.plugins import Plugin, resolve
+from tba.config.plugins import resolve
 from tba.config.schema import Config
 from tba.config.secrets import read_secrets
-from tba.config.tables import TaskTable
+from tba.config.tables import PluginTable, TaskTable
 from tba.models.template import check_names
 from tba.tasks import Task
 from tba.tasks._data import Rows, checked, from_arrow
@@ -23,7 +23,7 @@ from tba.tasks._data import Rows, checked, from_arrow
 Functions = tuple[Callable[..., Any], ...]
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-"""Names of mixture parts and evaluation sets, which appear in the names of metrics."""
+"""Names of sources, which appear in the names of metrics."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,16 +87,20 @@ def passed_from_python(data: Any, held_out_data: Any, reward: Any) -> InMemoryDa
     return InMemoryData(rows, functions)
 
 
-def build_task(plugin: Plugin, functions: Functions | None, device: str | None = None) -> Task:
-    """Build a task, with the functions passed from Python if its options name no reward.
+def build_task(table: PluginTable, functions: Functions | None, device: str | None = None) -> Task:
+    """Build the task of a table, with the functions passed from Python if it names no reward.
 
     With a device, also load its models there, so that it can score in this process.
     """
+    plugin = resolve("tasks", "task", table.use, table.options)
+    filled_in: dict[str, Any] = {}
     takes_functions = "passed" in {field.name for field in fields(plugin.cls)}
     if functions is not None and takes_functions and plugin.options.get("reward") is None:
-        task = plugin.cls(passed=functions, **read_secrets(plugin.options))
-    else:
-        task = plugin.build()
+        filled_in["passed"] = functions
+    if isinstance(table, TaskTable) and table.weights:
+        filled_in["tasks"] = {name: build_source(table, name, functions) for name in table.weights}
+        filled_in["weights"] = table.weights
+    task = plugin.cls(**filled_in, **read_secrets(plugin.options))
     if not isinstance(task, Task):
         name = plugin.cls.__name__
         raise ValueError(f"{name} must inherit from tba.tasks.Task; write: class {name}(Task)")
@@ -105,19 +109,13 @@ def build_task(plugin: Plugin, functions: Functions | None, device: str | None =
     return task
 
 
-def named_task(
-    key: str, use: str, options: Mapping[str, Any], functions: Functions | None = None
-) -> Task:
-    """Build the task of the table at `key`; the last part of the key is its name.
-
-    Raises ValueError, naming the table, if the name, the task or an option is invalid.
-    """
-    name = key.split(".", 2)[2]
+def build_source(table: TaskTable, name: str, functions: Functions | None) -> Task:
+    """Build the task of a source; ValueError, with its table, if its name or its task is wrong."""
+    key = f"task.sources.{name}"
     if not NAME.fullmatch(name):
         raise ValueError(f"[{key}]: {name!r} must be letters, digits, `_`, `-` and `.`; rename it")
-    plugin = resolve("tasks", key, use, options)
     with about(f"[{key}]"):  # error messages name keys of `task.`
-        return build_task(plugin, functions)
+        return build_task(table.source(name), functions)
 
 
 def to_send(functions: Functions | None, config: Config) -> Functions | bytes | None:

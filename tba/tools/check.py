@@ -12,6 +12,7 @@ from typing import Any
 from tba.agents.chat import encoder
 from tba.config.mistakes import FEW
 from tba.config.schema import Config
+from tba.config.tables import TaskTable
 from tba.models.decoding import decode
 from tba.models.pretrained import computes_in_bf16
 from tba.offline.resumed import choose_resumed
@@ -52,12 +53,11 @@ def dry_run(
     `planned` for another machine, no weights are read.
     """
     setup = check(config, planned=planned)
-    given = config.task.options
     if resume is not None:
         generation, _ = choose_resumed(setup, resume, replay)
         check_step(step_of(generation), setup.config)
-    by_part = setup.by_part()
-    firsts = [prompts[0] for prompts in by_part.values()]
+    by_source = setup.by_source()
+    firsts = [prompts[0] for prompts in by_source.values()]
     if planned is not None and _loads(setup.task):
         rewards = [["reward: not called, because that needs a model or a server"] for _ in firsts]
     elif planned is not None and setup.task.program is not None:
@@ -66,19 +66,21 @@ def dry_run(
         rewards = [_held(setup)]
     else:
         search = setup.search_setup()
-        rewards = _scored(setup, search if planned is None else replace(search, sets={}), firsts)
+        if planned is not None:
+            search = replace(search, evaluated={})
+        rewards = _scored(setup, search, firsts)
     lines = []
-    for (name, _), first, of_part in zip(by_part.items(), firsts, rewards, strict=True):
+    for (name, _), first, of_source in zip(by_source.items(), firsts, rewards, strict=True):
         if setup.task.program is None:  # a program makes its own
-            tokens = encoder(setup.text, setup.task.part(first)[1])(first)
+            tokens = encoder(setup.text, setup.task.source(first)[1])(first)
             where = f" of {name}" if name else ""
             shown = decode(setup.text.tokenizer, tokens.tolist())  # with special tokens
             lines += [f"first prompt{where}, {len(tokens)} tokens:", shown]
-        lines += of_part
+        lines += of_source
     if plain := [
-        name for name, prompts in by_part.items() if _could_chat(setup, prompts[0], given)
+        name for name, prompts in by_source.items() if _could_chat(setup, prompts[0], config.task)
     ]:
-        keys = [f"task.parts.{name}.chat=on" if name else "task.chat=on" for name in plain]
+        keys = [f"task.sources.{name}.chat=on" if name else "task.chat=on" for name in plain]
         what = "prompts are plain text, but there is a chat template"
         lines.append(f"note: {what}; {' and '.join(keys)} {'use' if keys[1:] else 'uses'} it")
     lines += [f"note: {note}" for note in setup.notes]
@@ -167,10 +169,10 @@ def _loads(task: Task) -> bool:
     )
 
 
-def _could_chat(setup: RunSetup, prompt: Prompt, given: Mapping[str, Any]) -> bool:
+def _could_chat(setup: RunSetup, prompt: Prompt, given: TaskTable) -> bool:
     """Return whether a prompt is plain text for no `given` reason, and a chat template exists."""
-    part, task = setup.task.part(prompt)
-    if "chat" in (given["parts"][part] if part else given):
+    name, task = setup.task.source(prompt)
+    if "chat" in (given.source(name) if name else given).options:
         return False
     plain = isinstance(prompt.text, str) and isinstance(task, Rendering) and not task.program
     return plain and task.tools is None and setup.text.tokenizer.chat_template is not None
@@ -198,7 +200,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
     Raises ValueError if it rejects all of them, or if a built-in grader marks the answer in the
     data as wrong.
     """
-    _, task = setup.task.part(prompt)
+    _, task = setup.task.source(prompt)
     right = task.right_answer(prompt)
     tried = (DUMMY, NUMBER if right is None else right)
     dummy, own = [_score(scoring, task, prompt, text) for text in tried]
@@ -226,7 +228,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
 
 def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
     """Return a warning if a built-in grader rejects the answers of some of the first 1,000 rows."""
-    every = [(prompt, setup.task.part(prompt)[1]) for prompt in (*setup.held_out, *setup.prompts)]
+    every = [(prompt, setup.task.source(prompt)[1]) for prompt in (*setup.held_out, *setup.prompts)]
     rows = [(prompt, task) for prompt, task in every if isinstance(task, Problems)][:1000]
     wrong = []
     for prompt, task in rows:

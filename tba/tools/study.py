@@ -29,12 +29,12 @@ from tba.runs.folder import (
     SUMMARY,
     Row,
     read,
+    read_digests,
     read_optional,
-    read_sources,
     write_json,
 )
 from tba.setup.checks import LONGEST_NAME, placed
-from tba.tasks._source import changed
+from tba.tasks._digests import changed
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def check_study(study: Study) -> list[Config]:
                 data = check(configs[places[0]], data=data)
             for place in places:
                 run = study.path(study.trials[place])
-                if finished_summary(run) and (names := changed(data.sources, read_sources(run))):
+                if finished_summary(run) and (names := changed(data.digests, read_digests(run))):
                     raise ValueError(
                         f"{run} has finished, and since then these have changed:"
                         f" {', '.join(names)}; remove that folder to run it again, or undo the"

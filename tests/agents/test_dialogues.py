@@ -29,7 +29,8 @@ from tba.runs.folder import METRICS, SAMPLES, read
 from tba.search.evaluate import evaluate_held_out
 from tba.setup.setup import check
 from tba.tasks import within
-from tba.tasks.mixture import PartTable, TaskMixture
+from tba.tasks._memory import build_task
+from tba.tasks.mixture import TaskMixture
 from tba.types import Completion, Sampling, joined
 
 __all__ = ["dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
@@ -220,7 +221,7 @@ def test_evaluations_hold_dialogues_too(config):
 
 def test_an_evaluation_set_has_the_tools_of_its_own_task(config):
     """None here: what would be a call is a text."""
-    settings = ("eval.sets.plain.use=arithmetic", "eval.sets.plain.held_out_size=2")
+    settings = ("task.sources.plain={use='arithmetic',weight=0,held_out_size=2}",)
     searcher, _ = searched(config(call("double", n=21), "It is 42.", settings=settings))
     found = evaluate_held_out(searcher)
     assert found.scores["greedy_reward"] == len("It is 42.")
@@ -354,9 +355,9 @@ def test_objectives_that_need_rollouts_are_refused(config):
 
 
 def test_a_mixture_has_no_dialogues(config):
-    task = config("Hi").task
-    with pytest.raises(ValueError, match="which a part of a mixture cannot have"):
-        TaskMixture({"desk": PartTable(use=task.use, **task.options)})
+    task = build_task(config("Hi").task, None)
+    with pytest.raises(ValueError, match="dialogues or a program, which a mixture cannot train on"):
+        TaskMixture({"desk": task}, {"desk": 1.0})
 
 
 def test_rows_that_differ_in_their_columns_are_other_prompts(config):

@@ -23,7 +23,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.folder import CONFIG, METRICS, SESSIONS, read
 from tba.setup.setup import EVALUATED
-from tba.tasks._source import sources_of
+from tba.tasks._digests import digests_of
 from tba.tools.check import dry_run
 
 FILE = """
@@ -67,7 +67,7 @@ SETTINGS = (
 
 
 def source(use: str = "custom", **options: Any) -> dict[str, str]:
-    return sources_of(Config(task={"use": use, **options}), None)
+    return digests_of(Config(task={"use": use, **options}).task, None)
 
 
 def changed(now: dict[str, str], before: dict[str, str]) -> list[str]:
@@ -235,7 +235,7 @@ def test_another_python_is_no_change(monkeypatch):
 def judged(module: ModuleType) -> str:
     """Return what counts of a function that was passed from Python."""
     function = functools.partial(module.ones, x=1)
-    return sources_of(Config(), (function,))["task.reward"]
+    return digests_of(Config().task, (function,))["task.reward"]
 
 
 def test_the_source_of_a_function_from_python_counts(user, monkeypatch):
@@ -360,7 +360,7 @@ def test_what_a_function_of_a_script_does_counts(case):
     def counted(script: str) -> str:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(script, names)
-        return sources_of(Config(), (names["reward"],))["task.reward"]
+        return digests_of(Config().task, (names["reward"],))["task.reward"]
 
     head, tail = text.rsplit(old, 1)
     assert counted(text) == counted(f"# a comment\n\n{text}") != counted(head + new + tail)
@@ -382,7 +382,7 @@ def test_the_file_counts_that_a_function_of_a_script_imports_when_it_is_called(u
     def counted() -> str:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec("def reward(c):\n    from later import value\n    return value", names)
-        return sources_of(Config(), (names["reward"],))["task.reward"]
+        return digests_of(Config().task, (names["reward"],))["task.reward"]
 
     before = counted()
     assert counted() == before
@@ -419,12 +419,12 @@ def test_another_config_of_the_model_is_refused(tiny_model, user):
 def test_another_reward_of_an_evaluation_set_changes_its_scores_only(tiny_model, user):
     folder = user / "run"
     shutil.copy("reward.py", "hard.py")
-    of_set = ("eval.sets.hard.reward=hard.py:score", "eval.sets.hard.held_out_size=2")
+    of_set = ("task.sources.hard={weight=0,reward='hard.py:score',held_out_size=2}",)
     run(config(tiny_model, folder, *SETTINGS, "eval.prompts=2", *of_set))
-    before = json.loads((folder / "sources.json").read_text())
+    before = json.loads((folder / "digests.json").read_text())
     rewrite(user / "hard.py", "LIMIT = 2", "LIMIT = 3")
     assert run(_config(["run.steps=3"], folder), folder).finished
-    assert changed(json.loads((folder / "sources.json").read_text()), before) == [EVALUATED]
+    assert changed(json.loads((folder / "digests.json").read_text()), before) == [EVALUATED]
 
 
 def test_stored_samples_are_scored_again(tiny_model, user):

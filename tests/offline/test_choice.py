@@ -171,8 +171,7 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 def test_all_completions_are_written(ended, tmp_path):
     more = [
-        "eval.sets.more.use=toy.Ones",
-        "eval.sets.more.held_out_size=3",
+        "task.sources.more={use='toy.Ones',weight=0,held_out_size=3}",
         "eval.prompts_per_task=2",
     ]
     path = tmp_path / "completions.jsonl"

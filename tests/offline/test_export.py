@@ -25,7 +25,7 @@ from tba.setup.checks import stored_config
 @pytest.fixture(scope="module")
 def ended(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("share") / "run"
-    more = ("eval.every=4", "checkpoint.every=2", "eval.sets.more.use=toy.Ones")
+    more = ("eval.every=4", "checkpoint.every=2", "task.sources.more={use='toy.Ones',weight=0}")
     run(config(tiny_model, folder, *more, "checkpoint.keep=4", "objective.beta=0.3"))
     return folder
 

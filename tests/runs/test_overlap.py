@@ -45,15 +45,16 @@ def test_more_than_one_lost_prompt_in_a_hundred_is_an_error(tiny_model, tmp_path
     assert len(check(config(tiny_model, tmp_path, *settings(one_file))).prompts) == 11
 
 
-def test_each_part_of_a_mixture_may_lose_its_share(tiny_model, tmp_path, one_file):
-    """The parts have 12 and 400 prompts, of which the first loses two: few of all."""
+def test_each_source_of_a_mixture_may_lose_its_share(tiny_model, tmp_path, one_file):
+    """The sources have 12 and 400 prompts, of which the first loses two: few of all."""
     held_out = (one_file / "test.jsonl").read_text().splitlines(keepends=True)[:2]
     (one_file / "test.jsonl").write_text("".join(held_out))
-    part = f"{{use='gsm8k',data='{one_file}',prompt='{{question}}'}}"
-    given = ["task=mixture", f"task.parts.a={part}", "task.parts.b.use=arithmetic"]
+    first = f"{{use='gsm8k',weight=1,data='{one_file}',prompt='{{question}}'}}"
+    given = ["task=mixture", f"task.sources.a={first}"]
+    given.append("task.sources.b={use='arithmetic',weight=1}")
     given.append("task.allow_loss=0.01")
-    sizes = ["task.parts.b.train_size=400", "task.parts.b.held_out_size=2"]
-    told = r"2 of 12 training prompts of task\.parts\.a are also held out"
+    sizes = ["task.sources.b.train_size=400", "task.sources.b.held_out_size=2"]
+    told = r"2 of 12 training prompts of task\.sources\.a are also held out"
     with pytest.raises(ValueError, match=told):
         check(config(tiny_model, tmp_path, *given, *sizes))
     assert check(config(tiny_model, tmp_path, *given, *sizes, "task.allow_loss=0.2"))

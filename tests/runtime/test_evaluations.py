@@ -117,13 +117,14 @@ def test_the_kl_is_left_out_if_the_reference_changed_between_pieces(parts, searc
     assert scores(evaluation) == expected
 
 
-def test_pieces_of_several_sets_are_joined_by_set_and_part(toy_model, tmp_path):
+def test_pieces_of_several_sets_are_joined_by_source(toy_model, tmp_path):
     """In any order; a set has the scores that its task has alone, and other sets do not matter."""
     mixed = (
-        "task=mixture", "task.parts.ones.use=toy.Ones", "task.parts.toy.use=toy.Toy",
-        "task.parts.ones.weight=9", "eval.prompts=10", "eval.prompts_per_task=3", "eval.k=[1,4]",
+        "task=mixture", "task.sources.ones={use='toy.Ones',weight=9}",
+        "task.sources.toy={use='toy.Toy',weight=1}",
+        "eval.prompts=10", "eval.prompts_per_task=3", "eval.k=[1,4]",
     )  # fmt: skip
-    more = ("eval.sets.more.use=toy.Ones", "eval.sets.more.held_out_size=4")
+    more = ("task.sources.more={use='toy.Ones',weight=0,held_out_size=4}",)
     setup = check(toy_config(toy_model, tmp_path, *mixed, *more)).search_setup()
     searcher, evaluations = setup.build("cpu", False), Evaluations(setup)
     assert [(name, first, len(prompts)) for name, first, prompts in pieces_of(setup)] == [

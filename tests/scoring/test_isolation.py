@@ -554,9 +554,10 @@ class Noted(Judge):
 """
     task = settings(tmp_path)
     (tmp_path / "judge.py").write_text(judge)
-    sets = [f"eval.sets.{name}.held_out_size={size}" for name, size in (("a", 3), ("b", 4))]
+    sizes = {"a": 3, "b": 4}.items()
+    sets = [f"task.sources.{name}={{weight=0,held_out_size={size}}}" for name, size in sizes]
     sets += [f"task.reward={{use='{tmp_path}/judge.py:Noted'}}", "reward.isolate=process"]
-    sets += [f"eval.sets.{name}.held_out_data={tmp_path}/other.jsonl" for name in "ab"]
+    sets += [f"task.sources.{name}.held_out_data={tmp_path}/other.jsonl" for name in "ab"]
     (tmp_path / "other.jsonl").write_text("".join(f'{{"prompt": "{i}="}}\n' for i in range(4)))
     tba.train(config(tiny_model, tmp_path / "run", *task, *sets, "run.steps=2"))
     notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]

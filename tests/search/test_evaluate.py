@@ -15,18 +15,18 @@ from exact import toy_config
 from toy import Ones
 from transformers import AutoModelForCausalLM
 
-from tba.config.plugins import resolve
 from tba.engines.transformers import Transformers
 from tba.objectives.raft import Raft
 from tba.offline.eval import evaluate_run
 from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.console import Console
-from tba.runs.summary import by_part
+from tba.runs.summary import by_source
 from tba.search.evaluate import SEED, evaluate_held_out, evaluate_piece, join, pieces_of, stderr
 from tba.search.searcher import Searcher
 from tba.setup.setup import check
 from tba.streams import Use, seed_of
+from tba.tasks.mixture import TaskMixture
 from tba.types import Completion, Sampling, collate
 from tba.weights import Weights
 
@@ -171,10 +171,10 @@ def test_rounding_does_not_decide_what_passes(reward, least, right, toy_model, t
     rewards = torch.tensor([[reward] * 2], dtype=torch.float64)
     batch = replace(collate([found]), reward=rewards)
     assert Raft(least)(batch.ref_logp, batch)[1]["raft/accepted"] == right
-    mixed = resolve("tasks", "task", "mixture", {"parts": {"a": {"use": "toy.Ones"}}}).build()
+    mixed = TaskMixture({"a": Ones()}, {"a": 1.0})
     named = replace(found, prompt=mixed.prompts()[0])
     if least == 1:
-        assert by_part(mixed, [named])["parts/a/pass@1"] == right
+        assert by_source(mixed, [named])["sources/a/pass@1"] == right
 
 
 class BelowZero(Ones):

@@ -1,4 +1,4 @@
-"""Further evaluation sets: evaluated beside the held-out prompts, each scored by its own task."""
+"""Sources that are only evaluated, next to the held-out prompts, each scored by its own task."""
 
 import json
 import re
@@ -17,7 +17,8 @@ from tba.prompt import Prompt
 from tba.runs.folder import METRICS, read
 from tba.setup.setup import check
 
-MORE = ("eval.sets.more.use=toy.Ones", "eval.sets.more.held_out_size=3")
+FIVE = {"data": "own.jsonl", "reward": "f.py:five"}
+MORE = ("task.sources.more={use='toy.Ones',weight=0,held_out_size=3}",)
 
 
 @pytest.fixture
@@ -81,13 +82,13 @@ def test_the_held_out_scores_do_not_depend_on_other_sets(tiny_model, tmp_path):
 
 
 def test_a_set_without_a_task_has_that_of_the_run_with_other_options(tiny_model, tmp_path, files):
-    own = [f"eval.sets.own.held_out_data={files}/own.jsonl", "eval.sets.own.held_out_size=8"]
-    other = ["eval.sets.five.use=custom", f"eval.sets.five.data={files}/own.jsonl"]
-    other += [f"eval.sets.five.reward={files}/f.py:five", "eval.sets.five.held_out_size=2"]
+    own = [f"task.sources.own={{weight=0,held_out_size=8,held_out_data='{files}/own.jsonl'}}"]
+    other = ["task.sources.five={use='custom',weight=0,held_out_size=2}"]
+    other += [f"task.sources.five.{key}={files}/{name}" for key, name in FIVE.items()]
     settings = custom(files, *own, *other, "task.held_out_size=6", "eval.prompts=6", "run.steps=2")
     parts = check(config(tiny_model, tmp_path / "run", *settings))
-    assert [p.text for p in parts.sets["own"].prompts] == [f"{i}+1=" for i in range(200, 206)]
-    assert [p.text for p in parts.sets["five"].prompts] == ["206+1=", "207+1="]
+    assert [p.text for p in parts.evaluated["own"]] == [f"{i}+1=" for i in range(200, 206)]
+    assert [p.text for p in parts.evaluated["five"]] == ["206+1=", "207+1="]
     run(parts.config)
     (*_, last) = [r for r in read(tmp_path / "run" / METRICS) if "eval/sampled_reward" in r]
     rewards = [last[f"eval/{name}sampled_reward"] for name in ("", "own/", "five/")]
@@ -95,7 +96,8 @@ def test_a_set_without_a_task_has_that_of_the_run_with_other_options(tiny_model,
 
 
 def test_functions_from_python_score_a_set_of_the_same_task(tiny_model, tmp_path, files):
-    sets = [f"eval.sets.own.held_out_data={files}/own.jsonl", "eval.prompts=2", "run.steps=1"]
+    sets = [f"task.sources.own={{weight=0,held_out_data='{files}/own.jsonl'}}", "eval.prompts=2"]
+    sets.append("run.steps=1")
     settings = config(tiny_model, tmp_path / "run", "task=custom", "task.held_out_size=2", *sets)
     rows = [{"prompt": f"{i}+1="} for i in range(8)]
     result = tba.train(settings, data=rows, reward=lambda completions: [3.0] * len(completions))
@@ -106,31 +108,28 @@ def test_prompts_that_are_trained_on_are_left_out_with_a_warning(
     tiny_model, tmp_path, files, caplog
 ):
     """Of 104 to 111, the run trains on 104 and 105, and holds 106 and 107 out."""
-    settings = custom(files, f"eval.sets.mixed.held_out_data={files}/mixed.jsonl")
-    settings += ["eval.sets.mixed.held_out_size=8", "eval.prompts="]
+    of_source = f"{{weight=0,held_out_size=8,held_out_data='{files}/mixed.jsonl'}}"
+    settings = custom(files, f"task.sources.mixed={of_source}", "eval.prompts=")
     settings.append("task.allow_loss=0.01")
-    told = "2 of 8 eval.sets.mixed prompts are trained on, and left out"
+    told = "2 of 8 task.sources.mixed prompts are trained on, and left out"
     with pytest.raises(ValueError, match=f"{told}, more than task.allow_loss"):
         check(config(tiny_model, tmp_path / "run", *settings))
     settings[-1] = "task.allow_loss=0.25"
     parts = check(config(tiny_model, tmp_path / "run", *settings))
-    assert [p.text for p in parts.sets["mixed"].prompts] == [f"{i}+1=" for i in range(106, 112)]
+    assert [p.text for p in parts.evaluated["mixed"]] == [f"{i}+1=" for i in range(106, 112)]
     assert told in caplog.text
 
 
+A = "[task.sources.a]: "
 WRONG = {
-    "eval.sets.a.use=gsm9k": "no tasks called 'gsm9k'; did you mean 'gsm8k'?",
-    "eval.sets.a.digits=4": "eval.sets.a.digits: 'toy.Ones' has no such option",
-    "eval.sets.a=3": "eval.sets.a = 3: write a table, [eval.sets.a], with its keys",
-    "eval.sets.a/b.size=4": "[eval.sets.a/b]: 'a/b' must be letters, digits",
-    "eval.sets.a.use=test_sets.Unreachable": "[eval.sets.a]: no judge answers",
-    "eval.sets.a={use='gsm8k',data='/nowhere'}": "[eval.sets.a]: task.data = '/nowhere'",
-    "eval.sets.a.use=test_sets.Trained": "[eval.sets.a]: all of its prompts are trained on",
-    "eval.sets.a.use=test_sets.Nothing": "[eval.sets.a]: it has no held-out prompts",
-    "eval.sets.a.use=toy.Ones task=mixture task.parts.a.use=toy.Ones": (
-        "[eval.sets.a]: a part of the task has this name, too"
-    ),
-    "eval.sets.a.use=toy.Ones eval.prompts=0": "eval.sets needs held-out prompts",
+    "a.use=gsm9k": f"{A}no tasks called 'gsm9k'; did you mean 'gsm8k'?",
+    "a.digits=4": f"{A}task.digits: 'toy.Ones' has no such option",
+    "a.allow_loss=1": f"{A}task.allow_loss: 'toy.Ones' has no such option",
+    "a/b.size=4 a/b.weight=0": "[task.sources.a/b]: 'a/b' must be letters, digits",
+    "a.use=test_sets.Unreachable": f"{A}no judge answers",
+    "a={use='gsm8k',data='/nowhere',weight=0}": f"{A}task.data = '/nowhere'",
+    "a.use=test_sets.Trained": f"{A}all of its prompts are trained on",
+    "a.use=test_sets.Nothing": f"{A}it has no held-out prompts",
 }
 
 
@@ -161,7 +160,17 @@ class Unreachable(Ones):
         raise AssertionError("it was not checked")
 
 
-@pytest.mark.parametrize("setting", WRONG)
-def test_a_mistake_is_told_before_anything_starts(tiny_model, tmp_path, setting):
-    with pytest.raises(ValueError, match=re.escape(WRONG[setting])):
-        check(config(tiny_model, tmp_path, *setting.split()))
+@pytest.mark.parametrize("keys", WRONG)
+def test_a_mistake_is_told_before_anything_starts(tiny_model, tmp_path, keys):
+    weight = () if "/" in keys else ("a.weight=0",)
+    settings = [f"task.sources.{key}" for key in (*weight, *keys.split())]
+    with pytest.raises(ValueError, match=re.escape(WRONG[keys])):
+        check(config(tiny_model, tmp_path, *settings))
+
+
+def test_a_source_is_a_table_and_needs_evaluations(tiny_model, tmp_path):
+    told = r"task\.sources\.a = 3: write a table, \[task\.sources\.a\], with its keys"
+    with pytest.raises(ValueError, match=told):
+        config(tiny_model, tmp_path, "task.sources.a=3")
+    with pytest.raises(ValueError, match=r"sources\.more\.weight = 0 needs held-out prompts"):
+        check(config(tiny_model, tmp_path, *MORE, "eval.prompts=0"))

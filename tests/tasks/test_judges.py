@@ -27,10 +27,12 @@ from transformers import (
 import tba
 from tba.config.plugins import resolve
 from tba.config.schema import load
+from tba.config.tables import TaskTable
 from tba.prompt import Answer
 from tba.scoring.scoring import Scoring
 from tba.scoring.verdicts import Rejected
 from tba.setup.setup import check
+from tba.tasks._memory import build_task
 from tba.tasks.judges import _model as judge_models
 from tba.tasks.judges import conversation, filled
 from tba.tasks.judges._model import JudgeModel
@@ -340,7 +342,7 @@ def test_a_model_without_a_trained_head_is_refused(make):
     ],
 )
 def test_an_error_begins_with_the_option_that_names_the_judge(make, place, of, monkeypatch):
-    """Also in a part of a mixture."""
+    """Also in a source of a mixture."""
     monkeypatch.setattr(Victim, "check", lambda victim: None)
     wrong, good = ({"use": "classifier", "model": str(make(k))} for k in ("causal", "llama"))
     name, options = of(wrong, good)
@@ -348,9 +350,9 @@ def test_an_error_begins_with_the_option_that_names_the_judge(make, place, of, m
     with pytest.raises(ValueError, match=rf"^{place}: model = .* give a sequence-classification"):
         resolve("tasks", "task", name, options).build().check()
     if name == "custom":
-        mixed = resolve("tasks", "task", "mixture", {"parts": {"a": {"use": name, **options}}})
-        with pytest.raises(ValueError, match=rf"^\[task.parts.a\]: {place}: model = "):
-            mixed.build().check()
+        table = TaskTable(use="mixture", sources={"a": {"use": name, "weight": 1, **options}})
+        with pytest.raises(ValueError, match=rf"^\[task.sources.a\]: {place}: model = "):
+            build_task(table, None).check()
 
 
 def test_judges_of_one_process_share_a_model(make):

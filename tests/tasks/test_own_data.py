@@ -213,16 +213,16 @@ def test_long_prompts_are_left_out_and_counted(model, data, tmp_path, caplog):
     assert [p.id for p in parts.prompts] == ["train-0", "train-2"]  # rows keep their ids
     told = "%d of %d %s prompts are left out: longer than task.max_prompt_tokens = 4"
     assert caplog.messages == [told % (1, 2, "held-out"), told % (2, 4, "training")]
-    mixed = {"use": "mixture", "parts": {"a": {"use": "custom", **limited}}}
+    mixed = {"use": "mixture", "sources": {"a": {"use": "custom", "weight": 1, **limited}}}
     assert len(check(config(folder, mixed)).prompts) == 2
-    sets = {"prompts": 1, "sets": {"b": {"held_out_size": 4}}}
-    assert len(check(config(folder, limited, eval=sets)).sets["b"].prompts) == 1
+    more = {**limited, "sources": {"b": {"weight": 0, "held_out_size": 4}}}
+    assert len(check(config(folder, more, eval={"prompts": 1})).evaluated["b"]) == 1
     told = r"all held-out prompts are longer than .*_tokens = 1; raise"
     with pytest.raises(ValueError, match=told):
         check(config(folder, {**data, "max_prompt_tokens": 1}))
-    with pytest.raises(ValueError, match=r"of task\.parts\.a are longer"):
-        part = {"use": "custom", **data, "max_prompt_tokens": 1}
-        check(config(folder, {"use": "mixture", "parts": {"a": part}}))
+    with pytest.raises(ValueError, match=r"of task\.sources\.a are longer"):
+        a = {"use": "custom", "weight": 1, **data, "max_prompt_tokens": 1}
+        check(config(folder, {"use": "mixture", "sources": {"a": a}}))
     with pytest.raises(ValueError, match=r"task\.max_prompt_tokens = 0: .* greater than"):
         check(config(folder, {**data, "max_prompt_tokens": 0}))
 
@@ -243,5 +243,6 @@ def test_duplicates_are_dropped_also_of_held_out_rows(model, data, tmp_path, cap
     part = {"use": "custom", **data, "held_out_size": 3, "drop_duplicates": True}
     first = check(config(folder, part, eval={"prompts": 1}))
     assert len(first.prompts) == 3  # rows that are kept back are not trained on, either
-    mixed = check(config(folder, {"use": "mixture", "parts": {"a": part, "b": part}}))
-    assert len(mixed.prompts) == 6  # the rewards of parts are different
+    sources = dict.fromkeys("ab", part | {"weight": 1})
+    mixed = check(config(folder, {"use": "mixture", "sources": sources}))
+    assert len(mixed.prompts) == 6  # the rewards of sources are different

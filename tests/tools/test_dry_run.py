@@ -110,10 +110,10 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
     assert tables["task"]["chat"] == "on"
     assert not [line for line in told if line.startswith("note:")]
-    parts = {name: {"use": "custom", **plain.task.options} for name in "ab"}
-    mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "parts": parts})
+    sources = {name: {"use": "custom", "weight": 1, **plain.task.options} for name in "ab"}
+    mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "sources": sources})
     (told,) = [line for line in dry_run(mixed)[1] if line.startswith("note:")]
-    assert told == f"{note}task.parts.a.chat=on and task.parts.b.chat=on use it"
+    assert told == f"{note}task.sources.a.chat=on and task.sources.b.chat=on use it"
 
 
 NOT_CALLED = "reward: not called, because that needs a model or a server"
@@ -209,10 +209,10 @@ def test_judges_are_loaded_and_called_as_in_a_run(config, make_classifier, tiny_
         dry_run(config(table))
 
 
-def test_each_part_of_a_mixture_is_tried(config):
-    part = {"use": "custom", **config("length").task.options}
-    parts = {"a": part, "b": {**part, "prompt": "{answer}+{prompt}"}}
-    _, told = dry_run(config("length", task={"use": "mixture", "parts": parts}))
+def test_each_source_of_a_mixture_is_tried(config):
+    own = {"use": "custom", "weight": 1, **config("length").task.options}
+    sources = {"a": own, "b": {**own, "prompt": "{answer}+{prompt}"}}
+    _, told = dry_run(config("length", task={"use": "mixture", "sources": sources}))
     value = f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
     right = "warning: reward of '0': 0.1, the answer of row {}/train-0 itself, is not more than the dummy"  # noqa: E501
     first = ["first prompt of a, 4 tokens:", "0+0=", value, right.format("a")]

@@ -8,7 +8,7 @@ from toy import Ones
 
 from tba.config import mistakes
 from tba.prompt import Prompt
-from tba.runs.folder import SOURCES, SUMMARY
+from tba.runs.folder import DIGESTS, SUMMARY
 from tba.setup.checks import placed
 from tba.setup.setup import check
 from tba.tools.study import FAILED, check_study, read_study, standing, write_failed
@@ -266,9 +266,9 @@ def test_runs_that_finished_with_other_rewards_are_refused_or_told(tmp_path, tin
     (first / SUMMARY).write_text('{"finished": true}')
     check_study(study)
     assert f"{first} is from an earlier version: changes of its data and rewards" in caplog.text
-    sources = check(placed(study.config(study.trials[0]))).sources
-    (first / SOURCES).write_text(json.dumps(sources))
+    digests = check(placed(study.config(study.trials[0]))).digests
+    (first / DIGESTS).write_text(json.dumps(digests))
     check_study(study)
-    (first / SOURCES).write_text(json.dumps({**sources, "task.reward": "1"}))
+    (first / DIGESTS).write_text(json.dumps({**digests, "task.reward": "1"}))
     with pytest.raises(ValueError, match=r"since then these have changed: task\.reward; remove"):
         check_study(study)

@@ -1,6 +1,6 @@
 """Functions shared by all pages: format numbers and held-out scores, and write the HTML file.
 
-Each score belongs to a subset: an evaluation set or a part of a mixture; "" is the held-out set.
+Each score belongs to a set: that of a source, or "", the held-out prompts of the task.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Sources of the rewards of a run: digests of options and of the code that they name.
+"""Digests of what determines the rewards of a run: options, and the code that they name.
 
 Moving a file, or editing its comments or layout, does not change its digest. Files that a function
 reads, installed packages that it imports, and models on servers and the Hub are not included.
@@ -23,12 +23,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tba.config.schema import Config
+from tba.config.tables import PluginTable, TaskTable
 from tba.tasks._memory import Functions
 
 UNUSED = {
     *("data", "split", "subset", "prompt_column", "answer_column", "train_size", "size", "seed"),
-    *("held_out_data", "held_out_split", "held_out_size", "pass_reward", "gold", "weight", "chat"),
+    *("held_out_data", "held_out_split", "held_out_size", "pass_reward", "gold", "chat"),
     *("prompt", "system_prompt", "shots", "shot_response", "max_turns"),
     *("max_prompt_tokens", "drop_duplicates"),
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key"),
@@ -52,13 +52,17 @@ class Array(Protocol):
     def __array__(self) -> np.ndarray: ...
 
 
-def sources_of(config: Config, functions: Functions | None) -> dict[str, str]:
-    """Return a digest of each option that affects the rewards of a run, by key."""
-    sources = dict(_digests("task", config.task.model_dump(exclude={"allow_loss"}), True))
-    sources["sampling.truncated"] = digest(config.sampling.truncated)
+def digests_of(task: PluginTable, functions: Functions | None) -> dict[str, str]:
+    """Return a digest of each option that affects the rewards of a task, by key."""
+    tables = {"task": task}
+    if isinstance(task, TaskTable):
+        tables |= {f"task.sources.{name}": task.source(name) for name in task.weights}
+    digests: dict[str, str] = {}
+    for key, table in tables.items():
+        digests |= _digests(key, {"use": table.use, **table.options}, True)
     if functions is not None:
-        sources["task.reward"] = digest(_meaning(functions, {}))
-    return sources
+        digests["task.reward"] = digest(_meaning(functions, {}))
+    return digests
 
 
 def changed(now: Mapping[str, str], before: Mapping[str, str] | None) -> list[str]:
