@@ -341,13 +341,14 @@ def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
         rows: list[dict[str, Any]] = ROWS,
         isolate: str = "none",
         settings: Sequence[str] = (),
+        seconds: float = 10.0,
         **options: Any,
     ) -> Config:
         data = tmp_path / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "rewards.py").write_text(REWARDS)
         task = {"data": str(data), "reward": f"{tmp_path}/rewards.py:last_length"}
-        task |= {"environment": f"{TESTS}/talk.py:Desk", "held_out_size": 2, "tool_deadline": 5.0}
+        task |= {"environment": f"{TESTS}/talk.py:Desk", "held_out_size": 2}
         given = [(k, v) for k, v in (task | options).items() if v is not None]
         return load(
             None,
@@ -359,7 +360,7 @@ def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
                 "sampling.max_tokens=1000", "sampling.samples=2", "trainer.batch_size=4",
                 "trainer.group_size=2", "run.steps=2", "eval.prompts=2", "eval.samples=1",
                 "eval.k=[]", "log.console=off", "log.tensorboard=false",
-                f"reward.isolate={isolate}", *settings,
+                f"reward.isolate={isolate}", f"reward.deadline={seconds}", *settings,
             ],
         )  # fmt: skip
 
@@ -375,7 +376,7 @@ def agent_config(config: Callable[..., Config]) -> Callable[..., Config]:
 
     def make(program: str, *turns: str, **options: Any) -> Config:
         settings = ("task=agent", *options.pop("settings", ()))
-        given = {"reward": None, "environment": None, "tool_deadline": None, "deadline": 60.0}
+        given = {"reward": None, "environment": None, "deadline": 60.0}
         rollout = program if ":" in program else f"{TESTS}/programs.py:{program}"
         return config(*turns, settings=settings, rollout=rollout, **(given | options))
 

@@ -252,7 +252,8 @@ def _mistakes(
         own = [error for place, error in zip(places, errors, strict=True) if place == deepest]
         message = explain(".".join([table, *deepest]), *own)
         if name not in known:
-            place = elsewhere(f"{table}.{name}", known) if table in PLUGGED else ""
+            where = f"{table if table in PLUGGED else use}.{name}"
+            place = elsewhere(where, known) if table in PLUGGED or where in GONE else ""
             listed = f"`tba list {use}` lists all options: {', '.join(known)}"
             nearest = choices(name, known, None if "." in use else listed)
             hint = f": {place}" if place else f"{nearest}; or remove it"

@@ -392,8 +392,8 @@ class RewardTable(Table):
     )
     deadline: PositiveFloat = key(
         10.0,
-        "seconds per completion for a call of the reward function; a call may take up to a quarter"
-        " of runtime.task_deadline",
+        "seconds per completion for a call of the reward function, and for a call of a tool; a call"
+        " may take up to a quarter of runtime.task_deadline",
     )
     max_memory: PositiveFloat = key(
         8.0, "GB that the scoring process may use on top of its loaded models; inf: no limit"

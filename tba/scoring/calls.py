@@ -63,8 +63,8 @@ class TaskCalls:
         return _awaited(scores, len(group)) if is_async else _verdicts(scores, len(group))
 
     async def _reset(
-        self, name: str, prompts: Sequence[tuple[int, Mapping[str, Any]]], limit: int,
-        ended: Sequence[int],
+        self, name: str, deadline: float, prompts: Sequence[tuple[int, Mapping[str, Any]]],
+        limit: int, ended: Sequence[int],
     ) -> list[Any]:  # fmt: skip
         """Reset an environment with each number; return the first `limit` characters of its text.
 
@@ -76,11 +76,11 @@ class TaskCalls:
         tools = self._tasks[name].tools
         assert tools is not None
         resets = [partial(tools.open, Prompt(**prompt)) for _, prompt in prompts]
-        outcomes = await asyncio.to_thread(within, tools.deadline, resets)
+        outcomes = await asyncio.to_thread(within, deadline, resets)
         texts: list[Any] = []
         for (number, _), outcome in zip(prompts, outcomes, strict=True):
             if outcome is None:
-                told = f"reset did not return within task.tool_deadline = {tools.deadline:g} s"
+                told = f"reset did not return within reward.deadline = {deadline:g} s"
                 texts.append(to_json(Rejected(Reason.TIMEOUT, told)))
             elif isinstance(outcome, BaseException):
                 texts.append(to_json(rejection(outcome)))
@@ -89,16 +89,18 @@ class TaskCalls:
                 texts.append(text[:limit])
         return texts
 
-    async def _call_tools(self, name: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+    async def _call_tools(
+        self, name: str, deadline: float, calls: Sequence[Sequence[Any]]
+    ) -> list[Any]:
         """Call a tool of each of some environments; see `_result` for the form of a call."""
         tools = self._tasks[name].tools
         assert tools is not None
         pending = [partial(self._result, tools.call, *call) for call in calls]
-        results = await asyncio.to_thread(within, tools.deadline, pending)
+        results = await asyncio.to_thread(within, deadline, pending)
         for place, (number, *_) in enumerate(calls):
             if results[place] is None:
                 self._hanging.add(number)
-                told = f"Error: no result within {tools.deadline:g} s"
+                told = f"Error: no result within {deadline:g} s"
                 results[place] = to_json(ToolResult(told, failed=True))
         return results
 

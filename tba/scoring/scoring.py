@@ -196,13 +196,13 @@ class Scoring:
         self, call: str, name: str, each: Sequence[Any], *more: Any, again: bool = True
     ) -> Any:
         """Return the results of a call for each of some environments."""
-        tools = self.tasks[name].tools
-        assert tools is not None
+        deadline = min(self._deadline, self._longest)
         # the process itself gives up late environments, and needs a little time to report that
-        seconds = math.ceil(len(each) / AT_ONCE) * tools.deadline + GRACE / 2
-        limit = f"task.tool_deadline = {tools.deadline:g} s"
+        seconds = math.ceil(len(each) / AT_ONCE) * deadline + GRACE / 2
+        limit = f"reward.deadline = {self._deadline:g} s"
         late = f"the environments did not answer within {seconds:g} s ({limit})"
-        return self._ask([call, name, each, *more], len(each), seconds, late, again=again)
+        request = [call, name, deadline, each, *more]
+        return self._ask(request, len(each), seconds, late, again=again)
 
     def _ask(
         self, request: Sequence[Any], count: int, seconds: float, late: str,

@@ -81,8 +81,6 @@ class Tools:
     """Returns a new instance."""
     max_turns: int
     """Most turns of the policy in a dialogue."""
-    deadline: float
-    """Seconds for a tool call, and for creating and resetting an instance."""
     describe: Callable[[], Mapping[str, Mapping[str, Any]]]
     """Returns the schemas. Not called in a scoring process."""
     judged: bool = True

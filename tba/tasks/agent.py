@@ -51,7 +51,6 @@ class Agent(Custom):
     also inherits the environment of this process, except secrets."""
     environment: str | None = field(default=None, metadata=FILLED_IN, repr=False)
     max_turns: int = field(default=8, metadata=FILLED_IN, repr=False)
-    tool_deadline: float = field(default=10.0, metadata=FILLED_IN, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

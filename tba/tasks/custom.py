@@ -22,7 +22,7 @@ from typing import Any
 from tba.config.mistakes import masked, relative_to
 from tba.config.plugins import JUDGES, check_options, resolve
 from tba.config.secrets import read_secrets
-from tba.config.tables import FILLED_IN, Count, Finite, PluginTable, Positive
+from tba.config.tables import FILLED_IN, Count, PluginTable, Positive
 from tba.prompt import Answer, Prompt
 from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number
 from tba.tasks._data import Rows, is_local, require, rows, split_of
@@ -115,8 +115,6 @@ class Custom(Rendering, Task):
     """Class in TRL's convention, or function that returns an instance, written as for `reward`."""
     max_turns: Positive = 8
     """Most turns of the policy in a dialogue with the environment."""
-    tool_deadline: Finite = 10.0
-    """Seconds for a call of a tool, after which the policy reads an error."""
     passed: Functions | None = field(default=None, metadata=FILLED_IN, repr=False)
     """Reward functions that were passed from Python, in place of `reward`."""
 
@@ -212,7 +210,7 @@ class Custom(Rendering, Task):
             return None
         make = member("task.environment", self.environment)
         judged = any("environments" in inspect.signature(f).parameters for f in self.functions)
-        return describe(self.environment, make, self.max_turns, self.tool_deadline, judged)
+        return describe(self.environment, make, self.max_turns, judged)
 
     @cached_property
     def _rows(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -405,11 +403,9 @@ def _from_file(path: Path, changed: int) -> ModuleType:
     return module
 
 
-def describe(
-    name: str, make: Callable[[], Any], max_turns: int, deadline: float, judged: bool = True
-) -> Tools:
+def describe(name: str, make: Callable[[], Any], max_turns: int, judged: bool = True) -> Tools:
     """Return the tools of the environment `name` of the config."""
-    return Tools(make, max_turns, deadline, partial(schemas_of, name, make), judged)
+    return Tools(make, max_turns, partial(schemas_of, name, make), judged)
 
 
 def schemas_of(name: str, make: Callable[[], Any]) -> dict[str, Any]:

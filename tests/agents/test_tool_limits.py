@@ -122,7 +122,7 @@ def test_a_result_within_the_limit_stays(config):
 
 @pytest.mark.parametrize("tool", ["slow", "loud"])
 def test_the_deadline_covers_the_text_of_a_result(tool, config):
-    settings = {"environment": ENVIRONMENT, "tool_deadline": 0.5}
+    settings = {"environment": ENVIRONMENT, "seconds": 0.5}
     searcher, result = searched(config(call(tool), "Well.", **settings))
     assert replies(searcher, result.groups[0]) == ["Error: no result within 0.5 s"]
 

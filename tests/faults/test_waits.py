@@ -106,9 +106,8 @@ def in_a_search(seconds: float, model: Path, folder: Path) -> None:
 def in_a_tool(seconds: float, model: Path, folder: Path) -> None:
     """One that holds the interpreter lock of the process that scores."""
     environment = f"{Path(programs.__file__)}:Mortal"
-    own = {"environment": environment, "tool_deadline": seconds}
-    task = partial(Custom, data="", passed=(len,), **own)
-    guard = Scoring({"": task()}, ScoringProcess({"": task}, 1.0))
+    task = partial(Custom, data="", passed=(len,), environment=environment)
+    guard = Scoring({"": task()}, ScoringProcess({"": task}, 1.0), deadline=seconds)
     try:
         ((desk, _),) = guard.reset("", [Prompt("0", "?")], 99)
         began()

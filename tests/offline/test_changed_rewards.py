@@ -140,8 +140,8 @@ CHANGES: dict[str, tuple[Any, Any, list[str]]] = {
         ["task.reward.model", "task.reward.url"],
     ),
     "the patience of a judge": (
-        {"use": "http", "url": "http://a", "model": "m", "retries": 1, "deadline": 5.0},
-        {"use": "http", "url": "http://a", "model": "m", "retries": 9, "deadline": 9.0}, [],
+        {"use": "http", "url": "http://a", "model": "m", "retries": 1},
+        {"use": "http", "url": "http://a", "model": "m", "retries": 9}, [],
     ),
     "one of two functions": (
         ["reward.py:score", {"use": "reward.py:make"}], ["reward.py:score", "reward.py:score"],

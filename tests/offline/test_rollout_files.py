@@ -467,7 +467,7 @@ def test_a_port_that_is_taken_is_told(toy_model, tmp_path):
 
 
 def test_a_dry_run_holds_one_session(config, tmp_path, monkeypatch):
-    given = {"reward": None, "environment": None, "tool_deadline": None}
+    given = {"reward": None, "environment": None}
     rollout = f"{Path(programs.__file__)}:once"
     agent = config("12", settings=["task=agent"], rollout=rollout, **given)
     _, lines = dry_run(agent)

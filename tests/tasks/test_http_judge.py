@@ -67,9 +67,10 @@ def test_without_a_template_the_server_gets_messages(server, classify):
 @pytest.mark.parametrize(
     "reply", [Reply(429), Reply(500), Reply(503, "<html>"), Reply(drop=True), Reply(delay=2.0)]
 )
-def test_a_request_is_repeated(server, classify, reply):
+def test_a_request_is_repeated(server, classify, reply, monkeypatch):
+    monkeypatch.setattr(http, "LONGEST_REQUEST", 1.0 if reply.delay else 60.0)
     server.script.extend([reply, reply])
-    assert ask(classify(deadline=1.0 if reply.delay else 10.0), "a") == [0.02]
+    assert ask(classify(), "a") == [0.02]
     assert len(server.bodies) == 3
 
 
@@ -81,10 +82,11 @@ def test_a_request_is_repeated(server, classify, reply):
         (Reply(delay=0.5), "failed 3 times: TimeoutError"),
     ],
 )
-def test_after_the_last_repetition_it_is_an_error(server, classify, reply, told):
+def test_after_the_last_repetition_it_is_an_error(server, classify, reply, told, monkeypatch):
+    monkeypatch.setattr(http, "LONGEST_REQUEST", 0.1 if reply.delay else 60.0)
     server.always = reply
     with pytest.raises(JudgeError) as error:
-        ask(classify(retries=2, deadline=0.1 if reply.delay else 10.0), "a")
+        ask(classify(retries=2), "a")
     assert told in str(error.value)
     assert str(error.value).startswith(f"{server.url}/classify failed")
     assert len(server.bodies) == 3
@@ -154,7 +156,7 @@ def test_a_judge_that_works_is_accepted(server, task):
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (Reply(delay=6.0), "failed: TimeoutError"),
+        (Reply(delay=6.0), "does not answer"),
         (Reply(503, "starting"), "status 503: starting"),
         (Reply(401, "who are you?"), "failed: status 401: who are you?"),
         (Reply(body="{}"), "answered with invalid data (data: Field required)"),
@@ -185,7 +187,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "query": ({"url": f"http://host/classify?key={CANARY}"}, "url is a secret"),
     "template": ({"template": "{prompt}"}, "template must contain {completion}"),
     "guard": ({"url": "http://h/v1/chat/completions"}, "end with /classify, such as"),
-    "deadline": ({"deadline": 0.0}, "task.reward.deadline = 0.0: Input should be greater than 0"),
+    "deadline": ({"deadline": 9.0}, "'http' has no such option: it was removed; reward.deadline"),
 }
 
 

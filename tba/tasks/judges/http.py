@@ -12,7 +12,7 @@ from typing import Any, Literal
 import httpx2
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
-from tba.config.tables import Count, Finite
+from tba.config.tables import Count
 from tba.tasks import within
 from tba.tasks.judges import Judge, Text, conversation, filled
 
@@ -22,6 +22,8 @@ FIRST_WAIT = 0.5
 """Maximum seconds before the first retry."""
 LONGEST_WAIT = 60.0
 """Maximum seconds before any retry."""
+LONGEST_REQUEST = 60.0
+"""Seconds for each request, including its wait for other requests of the group."""
 LARGEST = 2**22
 """Maximum size of an answer in bytes."""
 SHOWN = 300
@@ -79,10 +81,8 @@ class Http(Judge):
     """Kind of score; `logit` requires a server that supports vLLM's `use_activation`."""
     api_key: str | None = field(default=None, repr=False)
     """API key of the server, as `env:NAME` of the environment variable that contains it."""
-    deadline: Finite = 10.0
-    """Seconds for each request, including its wait for other requests."""
     retries: Count = 4
-    """Number of retries after 429, 5xx, a lost connection or the deadline, with backoff."""
+    """Number of retries after 429, 5xx, a lost connection or 60 seconds, with backoff."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,9 +106,13 @@ class Http(Judge):
 
     def check(self) -> None:
         """Score a short text; ValueError if the server takes longer than 5 seconds or fails."""
-        judge = replace(self, retries=0, deadline=min(self.deadline, 0.9 * REACHED_WITHIN))
+
+        async def tried() -> list[float]:
+            async with asyncio.timeout(0.9 * REACHED_WITHIN):
+                return await replace(self, retries=0)(["Hello"], ["Hello"])
+
         # in a thread, because a notebook has an event loop, and DNS look-ups have no deadline
-        (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(judge(["Hello"], ["Hello"]))])
+        (scores,) = within(REACHED_WITHIN, [lambda: asyncio.run(tried())])
         if not isinstance(scores, list):  # None, or an error of one of several classes
             why = str(scores or "") or f"{self.url} does not answer"
             raise ValueError(f"{why}. It must answer before a run starts")
@@ -166,13 +170,13 @@ class Http(Judge):
     async def _post(self, client: httpx2.AsyncClient, body: Mapping[str, Any]) -> ClassifyResponse:
         """Return the server's answer; JudgeError if the last retry fails.
 
-        Retries after 429, 5xx, a lost connection, or the deadline. Raises ValueError for an answer
-        that is too large, or malformed.
+        Retries after 429, 5xx, a lost connection, or `LONGEST_REQUEST`. Raises ValueError for an
+        answer that is too large, or malformed.
         """
         for attempt in range(self.retries + 1):
             try:
                 request = client.stream("POST", self.url, json=body)
-                async with asyncio.timeout(self.deadline), request as response:
+                async with asyncio.timeout(LONGEST_REQUEST), request as response:
                     encoding = response.headers.get("content-encoding", "identity")
                     if encoding != "identity":
                         told = f"answered in {encoding}, though it was asked for plain text"
