@@ -258,15 +258,12 @@ def rollouts(
     run: Annotated[Path, Argument(help="Folder of a run.")],
     out: Annotated[Path, Argument(help="New JSONL file.")],
     step: Step = None,
-    remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the model's code to load its tokenizer.")
-    ] = False,
 ) -> None:
     """Write the replay buffer of a run as JSONL, with texts and tokens, for replay.rollouts."""
     check_new_file(run, out)
     from tba.offline.rollouts import write_rollouts
 
-    print(write_rollouts(run, out, step, remote_code))
+    print(write_rollouts(run, out, step))
 
 
 @app.command("serve", context_settings=PASS_ON)

@@ -166,7 +166,6 @@ class LoraTable(Table):
 
 class PolicyTable(Table):
     model: str = key("bundled:arithmetic", "folder, Hugging Face name, or bundled:arithmetic")
-    trust_remote_code: bool = key(False, "run code that comes with a model from the hub")
     autocast: Literal["auto", "bf16", "off"] = key(
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
@@ -307,20 +306,15 @@ class TrainerTable(Table):
         return self.decay_steps or max(1, steps // 10)
 
 
-class SearcherRange(Table):
-    min: Positive = key(1, "minimum number of searchers; with fewer, the run is saved and ends")
-    max: Positive = key(1, "maximum number of searchers")
-
-
 class RuntimeTable(Table):
     use: Literal["local", "ray"] = key(
         "ray",
         "local: search and training alternate in this process, bit-reproducibly on a CPU except"
         " with agents; ray: searchers run in separate processes",
     )
-    searchers: int | SearcherRange = key(
+    searchers: int | Annotated[tuple[int, int], Field(strict=False)] = key(
         1,
-        "number of searcher processes (ray); { min = 2, max = 8 }: as many as the cluster has room"
+        "number of searcher processes (ray); [2, 8]: from 2 to 8, as many as the cluster has room"
         " for, while machines join and leave: docs/scaling.md; 0: train only on replay.rollouts"
         " (local)",
     )
@@ -366,22 +360,19 @@ class RuntimeTable(Table):
     @field_validator("searchers", mode="before")
     @classmethod
     def number_or_range(cls, value: Any) -> Any:
-        bounds = value if isinstance(value, dict) else {"min": value, "max": value}
-        sizes: list[Any] = [bounds.get("min"), bounds.get("max")]
-        whole = len(bounds) == 2 and all(type(size) is int for size in sizes)
-        if isinstance(value, SearcherRange) or (whole and 1 <= sizes[0] <= sizes[1]):
-            return value
-        if value == 0 and type(value) is int:
+        bounds = value if isinstance(value, list | tuple) else [value, value]
+        whole = len(bounds) == 2 and all(type(bound) is int for bound in bounds)
+        if whole and (1 <= bounds[0] <= bounds[1] or value == 0):
             return value
         raise ValueError(
-            f"runtime.searchers = {value!r}: write a number of 1 or more, or {{min=2,max=8}}"
+            f"runtime.searchers = {value!r}: write a number of 1 or more, or a range such as [2, 8]"
         )
 
     @property
     def most_searchers(self) -> int:
         if isinstance(self.searchers, int):
             return max(1, self.searchers)  # without any, this process evaluates
-        return self.searchers.max
+        return self.searchers[1]
 
 
 class RewardTable(Table):

@@ -233,7 +233,6 @@ class VLLM(Engine):
         reshaped = self.sampling.top_p < 1 or self.sampling.top_k > 0
         return {
             "model": model_path(self.policy.model),
-            "trust_remote_code": self.policy.trust_remote_code,
             "dtype": "bfloat16" if bf16 else "float32",
             "max_model_len": length,
             "max_num_seqs": self.max_num_seqs,

@@ -172,8 +172,7 @@ class SingleTrainer:
                     f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats"
                     f" a token on average, more than {most:g}, but both are the initial model."
                     " Likely causes: weights that are missing from its files, and so random; files"
-                    " that changed during the start; code of the model (trust_remote_code) that is"
-                    " not deterministic"
+                    " that changed during the start"
                 )
             tokens = sum(each.tokens for each in results)
             metrics["batch/padding"] = sum(each.padding for each in results) / tokens

@@ -151,7 +151,7 @@ class Tokenizer:
         return tokens
 
 
-def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any]:
+def load_files(name: str, key: str) -> tuple[Any, Any]:
     """Load the tokenizer and the config.json of a model; ValueError, naming the key, on failure."""
     from transformers import AutoTokenizer
 
@@ -162,7 +162,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
             f"{named} is an adapter: give its base, and the folder as policy.lora.from"
         )
     with _explained(path, named):
-        config = config_of(path, remote_code)
+        config = config_of(path)
     plain = config.to_dict()
     quantised = plain.get("quantization_config") or plain.get("compression_config")
     if quantised:
@@ -172,7 +172,7 @@ def load_files(name: str, key: str, remote_code: bool = False) -> tuple[Any, Any
             " compared; give the model in bf16 or fp32"
         )
     with _explained(path, named):
-        return AutoTokenizer.from_pretrained(path, **sources(path, remote_code)), config
+        return AutoTokenizer.from_pretrained(path, **sources(path)), config
 
 
 def model_folder(path: str) -> Path:
@@ -212,7 +212,7 @@ def load_text(policy: PolicyTable) -> Tokenizer:
     """
     from transformers.utils.hub import cached_file
 
-    tokenizer, config = load_files(policy.model, "policy.model", policy.trust_remote_code)
+    tokenizer, config = load_files(policy.model, "policy.model")
     given = policy.eos_token
     eos = tokenizer.eos_token_id if given is None else tokenizer.get_vocab().get(given)
     vocabulary = config.get_text_config().to_dict().get("vocab_size") or len(tokenizer)
@@ -255,14 +255,14 @@ def load_text(policy: PolicyTable) -> Tokenizer:
 
 
 def load_config(policy: PolicyTable) -> Any:
-    return config_of(model_path(policy.model), policy.trust_remote_code)
+    return config_of(model_path(policy.model))
 
 
-def config_of(path: str, remote_code: bool) -> Any:
+def config_of(path: str) -> Any:
     """Return a model's config.json, without an invalid pad id: -1 is the last embedding."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, **sources(path, remote_code))
+    config = AutoConfig.from_pretrained(path, **sources(path))
     text = config.get_text_config()
     ids = text.to_dict()
     if "pad_token_id" in ids and not tokens_in(ids["pad_token_id"], ids.get("vocab_size", inf)):
@@ -270,9 +270,10 @@ def config_of(path: str, remote_code: bool) -> Any:
     return config
 
 
-def sources(path: str, remote_code: bool) -> dict[str, bool]:
+def sources(path: str) -> dict[str, bool]:
     """Return the options of `from_pretrained` that say where files come from."""
-    return {"trust_remote_code": remote_code, "local_files_only": _offline(path)}
+    # not None, by which transformers would ask on the terminal whether to run a model's code
+    return {"trust_remote_code": False, "local_files_only": _offline(path)}
 
 
 @cache
@@ -324,7 +325,7 @@ def check_model(policy: PolicyTable) -> None:
             f"policy.attention = 'sdpa': transformers has no SDPA for a {type(model).__name__};"
             " set policy.attention=eager, or remove it"
         )
-    check_files(AutoModelForCausalLM, policy.model, "policy.model", policy.trust_remote_code)
+    check_files(AutoModelForCausalLM, policy.model, "policy.model")
 
 
 def load_model(
@@ -336,24 +337,23 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    given = policy.model, "policy.model", policy.trust_remote_code
+    given = policy.model, "policy.model"
     return load_weighted(AutoModelForCausalLM, dtype, *given, device, quantised)
 
 
-def check_files(auto: Any, name: str, key: str, remote_code: bool = False) -> None:
+def check_files(auto: Any, name: str, key: str) -> None:
     """Raise ValueError unless a model's files match; files not yet downloaded are not checked."""
     from huggingface_hub import try_to_load_from_cache
 
     path = model_path(name, key)
     file = try_to_load_from_cache(path, "model.safetensors") if not Path(path).is_dir() else path
     if isinstance(file, str):
-        load_weighted(auto, torch.float32, name, key, remote_code, "meta")
+        load_weighted(auto, torch.float32, name, key, "meta")
 
 
 def load_weighted(
-    auto: Any, dtype: Any, name: str, key: str, remote_code: bool = False,
-    device: str | None = None, quantised: Any = None,
-) -> Any:  # fmt: skip
+    auto: Any, dtype: Any, name: str, key: str, device: str | None = None, quantised: Any = None
+) -> Any:
     """Load a model with a class of transformers. On "meta", only file headers are read.
 
     ValueError, naming the key, if weights are missing, unexpected, or of another shape. An encoder
@@ -371,14 +371,14 @@ def load_weighted(
         with _explained(path, named):
             model, report = auto.from_pretrained(
                 path,
-                config=config_of(path, remote_code),
+                config=config_of(path),
                 dtype=dtype,
                 device_map=device,
                 quantization_config=quantised,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **sources(path, remote_code),
+                **sources(path),
             )
     finally:
         logging.set_verbosity(verbosity)
@@ -405,9 +405,8 @@ def load_empty_model(policy: PolicyTable) -> Any:
     """Return the causal LM without its weights: only names, shapes, and which ones are tied."""
     from transformers import AutoModelForCausalLM
 
-    options = {"trust_remote_code": policy.trust_remote_code}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(policy), **options)
+        return AutoModelForCausalLM.from_config(load_config(policy), trust_remote_code=False)
 
 
 def computes_in_bf16(policy: PolicyTable, device: str) -> bool:

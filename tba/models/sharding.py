@@ -53,10 +53,10 @@ def load_for_ranks(
 ) -> tuple[Any, dict[str, TensorFile] | None]:
     """Return the model without values (on "meta"), and the tensors in its files by parameter name.
 
-    With an adapter, with custom code, or if its files have other tensors, each rank first loads the
-    whole model: the second item is then None.
+    With an adapter, or if its files have other tensors, each rank first loads the whole model: the
+    second item is then None.
     """
-    if policy.lora is None and not policy.trust_remote_code:
+    if policy.lora is None:
         model = load_model(policy, dtype, device="meta")
         set_attention(model, policy, device)
         folder = model_folder(model_path(policy.model))

@@ -10,7 +10,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import Progress, newest
-from tba.runs.folder import CHECKPOINTS, Replay, read_config, read_sources
+from tba.runs.folder import CHECKPOINTS, Replay, read_config, read_digests
 from tba.scoring.verdicts import Rejected, Verdict, settle_truncated
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
@@ -33,7 +33,7 @@ def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, st
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
-    before = read_sources(run)
+    before = read_digests(run)
     changes = [name for name in changed(setup.digests, before) if name != EVALUATED]
     names = ", ".join(changes)
     lost = ""

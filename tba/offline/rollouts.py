@@ -153,17 +153,14 @@ def described(groups: Sequence[Group], config: Config) -> str:
     return f"{counts}; each is trained on {times:.1f} times on average"
 
 
-def write_rollouts(run: Path, out: Path, step: int | str | None, remote_code: bool = False) -> str:
-    """Write the replay buffer of a checkpoint as rollouts; return a line with file and counts.
-
-    Code that comes with the run's model is executed to load its tokenizer only if `remote_code`.
-    """
+def write_rollouts(run: Path, out: Path, step: int | str | None) -> str:
+    """Write the replay buffer of a checkpoint as rollouts; return a line with file and counts."""
     config = read_config(run)
-    policy = config.policy.model_copy(update={"trust_remote_code": remote_code})
+    policy = config.policy
     buffer = ReplayBuffer()
-    with chosen(run, step) as generation, about("its tokenizer (see --trust-remote-code)"):
+    with chosen(run, step) as generation, about("its tokenizer"):
         buffer.load(generation)
-        if policy.lora is None and not remote_code:
+        if policy.lora is None:
             policy = policy.model_copy(update={"model": str(generation / MODEL)})
         text = load_text(policy)
     groups = buffer.groups()

@@ -150,7 +150,7 @@ def needs(
     """
     whole = float(each if kind == "GPU" else 1)
     if not isinstance(settings.searchers, int):
-        return settings.searchers.min, {kind: whole}
+        return settings.searchers[0], {kind: whole}
     return settings.searchers, {kind: whole if share and each > 1 else share}
 
 

@@ -246,12 +246,12 @@ class Pool:
         running = len(self.running())
         wanted = self._settings.searchers
         limit = self._settings.start_deadline
-        if isinstance(wanted, int) or running >= wanted.min:
+        if isinstance(wanted, int) or running >= wanted[0]:
             self._enough = self._clock()
         elif self._clock() - self._enough > limit:
             raise NoAnswerError(
                 f"only {running} searchers have run for runtime.start_deadline = {limit:g} s, and"
-                f" runtime.searchers.min = {wanted.min}: add machines (`ray status` lists the"
+                f" runtime.searchers = {[*wanted]}: add machines (`ray status` lists the"
                 " present ones), or lower it"
             )
 

@@ -211,7 +211,8 @@ class MemoryEstimate:
         if isinstance(r.searchers, int):
             return r.searchers
         room = (self.machine.gpus - self.config.trainer.devices) // self.each
-        return min(r.searchers.max, max(r.searchers.min, room))
+        least, most = r.searchers
+        return min(most, max(least, room))
 
     @cached_property
     def processes(self) -> list[ProcessMemory]:

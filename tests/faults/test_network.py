@@ -206,7 +206,7 @@ def test_a_machine_that_joins_is_used_and_one_that_is_lost_counts_once(case, tin
     """It joins late, is killed, and joins again. Two searchers on the first one go on."""
     folder = tmp_path / "run"
     chosen = as_settings(config(tiny_model, folder, *SETTINGS))
-    chosen += ["runtime.searchers={min=2,max=4}", "runtime.max_restarts=2"]
+    chosen += ["runtime.searchers=[2,4]", "runtime.max_restarts=2"]
     with ExitStack() as ending:
         one, other = head_of(ending, cpus=2)
         run = ending.enter_context(inside(one, sys.executable, "-m", "tba.cli", "train", *chosen))
@@ -244,7 +244,7 @@ def test_ranks_of_the_trainer_are_on_the_machine_with_room_for_all(tiny_model, t
 @pytest.mark.parametrize(("devices", "status"), [(1, 1), (2, 2)])
 def test_a_machine_that_cannot_see_the_model_is_named(devices, status, tiny_model, tmp_path, capfd):
     """Something else is in the place of the folder there, for the searchers and for the ranks."""
-    settings = (*SETTINGS, f"trainer.devices={devices}", "runtime.searchers={min=1,max=2}")
+    settings = (*SETTINGS, f"trainer.devices={devices}", "runtime.searchers=[1,2]")
     chosen = [*as_settings(config(tiny_model, tmp_path / "run", *settings[:-1])), settings[-1]]
     hidden = ("sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(tiny_model.parent))
     with ExitStack() as ending:
@@ -271,7 +271,7 @@ def test_memory_is_flat_while_a_machine_comes_and_goes(tiny_model, tmp_path):
     folder = tmp_path / "run"
     each = max(1, min(32, int(psutil.virtual_memory().available / 2e9)))
     chosen = as_settings(config(tiny_model, folder, *SETTINGS, "replay.capacity=2000"))
-    chosen += [f"runtime.searchers={{min=1,max={2 * each}}}", "runtime.max_restarts=1000"]
+    chosen += [f"runtime.searchers=[1,{2 * each}]", "runtime.max_restarts=1000"]
     used = []
     with ExitStack() as ending:
         one, other = head_of(ending, cpus=each)

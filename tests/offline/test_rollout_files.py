@@ -415,14 +415,11 @@ def test_rollouts_of_a_run_of_others_are_written_without_running_code(logged, tm
     changes = {"auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"}
     for file, keys in (
         (model / "config.json", changes),
-        (run / "config.json", {"policy": {"model": str(model), "trust_remote_code": True}}),
+        (run / "config.json", {"policy": {"model": str(model)}}),
     ):
         file.write_text(json.dumps(json.loads(file.read_text()) | keys))
     rollouts(run, tmp_path / "rows.jsonl")
     assert (tmp_path / "rows.jsonl").stat().st_size and not (tmp_path / "ran").exists()
-    with pytest.raises(ValueError, match=r"\(see --trust-remote-code\): policy.model = .*loaded"):
-        rollouts(run, tmp_path / "other.jsonl", remote_code=True)
-    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from suite import until
 
-from tba.config.tables import RuntimeTable, SearcherRange
+from tba.config.tables import RuntimeTable
 from tba.runtime import placement
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import (
@@ -73,7 +73,7 @@ def test_gpus_are_shared(kind, total, trainer, searchers, expected):
 
 
 def test_a_range_of_searchers_needs_whole_gpus_or_cpus():
-    wide = RuntimeTable(address="auto", searchers=SearcherRange(min=2, max=8))
+    wide = RuntimeTable(address="auto", searchers=(2, 8))
     assert needs(wide, "CPU", 0.0, each=2) == (2, {"CPU": 1.0})
     assert needs(wide, "GPU", 0.5, each=1) == (2, {"GPU": 1.0})
     assert needs(wide, "GPU", 0.5, each=2) == (2, {"GPU": 2.0})
@@ -192,11 +192,11 @@ def test_gpus_of_several_machines(monkeypatch, sessions):
             open_cluster(settings, each=2)
         with pytest.raises(ValueError, match=r"devices = 3, but Ray has 3 GPUs"):
             open_cluster(settings, ranks=3)
-        wide = settings.model_copy(update={"searchers": SearcherRange(min=3, max=4)})
+        wide = settings.model_copy(update={"searchers": (3, 4)})
         with pytest.raises(ValueError, match=r"needs 3 searchers, .* GPUs for 2"):
             open_cluster(wide)
         # ranks are on the machine that has room for both; a range of searchers gets what is left
-        wide = settings.model_copy(update={"searchers": SearcherRange(min=1, max=2)})
+        wide = settings.model_copy(update={"searchers": (1, 2)})
         opened = open_cluster(wide, ranks=2)
         waiting = opened.searchers
         assert {slot.machine() for slot in opened.ranks} < {n["NodeID"] for n in ray.nodes()}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from exact import toy_config
 
-from tba.config.tables import RuntimeTable, SearcherRange
+from tba.config.tables import RuntimeTable
 from tba.errors import EngineError, NoAnswerError, SearchError
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, bind_ray
@@ -159,7 +159,7 @@ def wide(calls: Calls, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Pool:
     """Pool of two to four searchers."""
     monkeypatch.setattr(Pool, "start", start)
     monkeypatch.setattr(SearcherHandle, "kill", lambda self: None)
-    settings = RuntimeTable(searchers=SearcherRange(min=2, max=4), start_deadline=30)
+    settings = RuntimeTable(searchers=(2, 4), start_deadline=30)
     return Pool(lambda slot, newest: (None, None), settings, calls, clock)
 
 

@@ -200,7 +200,7 @@ def test_processes_share_gpus_as_ray_lets_them(qwen):
         assert sum(cards.values()) == searchers and max(cards.values()) * part <= 1
         assert [p.card for p in found[:ranks]] == [*range(ranks)]
         assert min(cards) == (ranks if gpus > ranks else 0)
-    ranged = ("runtime.lag=", "runtime.address=auto", "runtime.searchers={min=1,max=9}")
+    ranged = ("runtime.lag=", "runtime.address=auto", "runtime.searchers=[1,9]")
     assert needs(qwen, *ranged, gpus="8x80").searchers == 6
     divided = needs(qwen, "engine.tensor_parallel_size=2", "trainer.devices=2", gpus="8x80")
     engines = [p for p in divided.processes if p.name == "searcher"]
