@@ -268,7 +268,7 @@ class Bench:
                 f"sampling.samples={k}", f"sampling.max_tokens={16 if self.tiny else 128}",
                 f"trainer.batch_size={4 * k if self.tiny else 8 * k}", f"trainer.group_size={k}",
                 "policy.autocast=bf16", "eval.prompts=0",
-                "checkpoint.every=0", "log.console=off", "log.tensorboard=false",
+                "checkpoint.every=0", "log.console=off", "log.report_to=[]",
                 "log.sample_every=0", "run.steps=100000", *settings,
             ],
         )  # fmt: skip

@@ -69,7 +69,7 @@ def config(job: PendingReply) -> Config:
         f"runtime.prompts_per_task={r.prompts}",
         "runtime.max_reuse=inf",  # the two sides never wait for each other
         "eval.prompts=0", "checkpoint.every=0",
-        "log.console=off", "log.tensorboard=false", "log.sample_every=0",
+        "log.console=off", "log.report_to=[]", "log.sample_every=0",
         *ends,
         *job.options,
     ]  # fmt: skip

@@ -152,7 +152,7 @@ def config(side: str, model: str, latency: float, folder: str):
         f"runtime.use={'ray' if asynchronous else 'local'}", "runtime.cores=share",
         "runtime.max_reuse=inf",  # asynchronous: neither side waits for the other
         "eval.prompts=0", "checkpoint.every=0",
-        "log.console=off", "log.tensorboard=false", "log.sample_every=0",
+        "log.console=off", "log.report_to=[]", "log.sample_every=0",
     ]  # fmt: skip
     if asynchronous:
         # in the time of a step, 4 searchers finish 4 / 3 tasks: of 24 prompts, as many as a batch

@@ -76,7 +76,7 @@ def config(model: Path, folder: Path, autocast: str) -> Config:
     settings = [f"policy.model={model}", f"run.folder={folder}", f"policy.autocast={autocast}"]
     settings += ["task=arithmetic", "eval.prompts=0", "runtime.use=ray", "sampling.max_tokens=16"]
     settings += ["sampling.samples=2", "trainer.batch_size=4", "trainer.group_size=2"]
-    return load(None, [*settings, "log.console=off", "log.tensorboard=false"])
+    return load(None, [*settings, "log.console=off", "log.report_to=[]"])
 
 
 class no_searches:

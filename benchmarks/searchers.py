@@ -182,7 +182,7 @@ def config(count: int, folder: str):
             "runtime.start_deadline=900.0", "runtime.concurrent_searches=1",
             f"runtime.prompts_per_task={GROUPS}",
             "eval.prompts=0", "checkpoint.every=0",
-            "log.console=off", "log.tensorboard=false", "log.sample_every=0",
+            "log.console=off", "log.report_to=[]", "log.sample_every=0",
         ],
     )  # fmt: skip
 

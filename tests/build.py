@@ -270,7 +270,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
 
 SMALL = (
     "runtime.use=local", "sampling.max_tokens=5", "sampling.samples=4", "trainer.batch_size=12",
-    "trainer.group_size=4", "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false",
+    "trainer.group_size=4", "trainer.warmup_steps=0", "log.console=off", "log.report_to=[]",
 )  # fmt: skip
 """Settings of a quiet run of short responses."""
 

@@ -359,7 +359,7 @@ def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
                 *[f"task.{k}={json.dumps(v)}" for k, v in given],
                 "sampling.max_tokens=1000", "sampling.samples=2", "trainer.batch_size=4",
                 "trainer.group_size=2", "run.steps=2", "eval.prompts=2", "eval.samples=1",
-                "eval.k=[]", "log.console=off", "log.tensorboard=false",
+                "eval.k=[]", "log.console=off", "log.report_to=[]",
                 f"reward.isolate={isolate}", f"reward.deadline={seconds}", *settings,
             ],
         )  # fmt: skip

@@ -38,7 +38,7 @@ group_size = 4
 samples = 1
 k = 1
 [log]
-tensorboard = false
+report_to = []
 """
 
 MISTAKES = {

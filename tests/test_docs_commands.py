@@ -44,7 +44,7 @@ DEFAULT = ["task.train_size=40", "task.held_out_size=8", "eval.prompts=8"]
 SMALL = [
     "runtime.use=local", "run.steps=2", "trainer.warmup_steps=1", "eval.prompts=3",
     "eval.samples=2", "eval.k=[2]",
-    "log.console=off", "log.tensorboard=false", "trainer.batch_size=16", "sampling.samples=16",
+    "log.console=off", "log.report_to=[]", "trainer.batch_size=16", "sampling.samples=16",
     "reward.isolate=none",
 ]  # fmt: skip
 

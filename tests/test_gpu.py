@@ -153,7 +153,7 @@ def test_each_objective_has_the_step_of_the_cpu(objective):
 
 ARITHMETIC = (
     f"policy.model={MODEL}", "task=arithmetic", "sampling.max_tokens=6", "sampling.samples=8",
-    "trainer.batch_size=64", "trainer.group_size=8", "log.console=off", "log.tensorboard=false",
+    "trainer.batch_size=64", "trainer.group_size=8", "log.console=off", "log.report_to=[]",
 )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def differences(one: Path, other: Path) -> str:
 def test_an_asynchronous_run_learns_on_one_gpu(tmp_path):
     """The run of `make demo`: trainer and searcher share the GPU, and nothing is lost."""
     steps = () if DEVICE == "cuda" else ("run.steps=6", "eval.prompts=8", "checkpoint.every=0")
-    own = (f"run.folder={tmp_path / 'run'}", "log.console=off", "log.tensorboard=false")
+    own = (f"run.folder={tmp_path / 'run'}", "log.console=off", "log.report_to=[]")
     ended = run_and_keep(load_config(None, [*own, *steps]))
     rows = read(tmp_path / "run" / METRICS)
     greedy = [row["eval/greedy_pass@1"] for row in rows if "eval/greedy_pass@1" in row]

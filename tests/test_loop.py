@@ -154,7 +154,7 @@ def test_tensorboard_has_every_step_of_a_resumed_run_once(tiny_model, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "run"
-    settings = ("run.steps=6", "log.tensorboard=true", "checkpoint.every=4")
+    settings = ("run.steps=6", "log.report_to=tensorboard", "checkpoint.every=4")
     run(config(tiny_model, folder, *settings))
     shutil.rmtree(checkpoint.newest(folder / "checkpoints"))  # as if killed after step 6
     run(_config(["run.steps=8"], folder), folder)

@@ -150,7 +150,7 @@ def test_a_checkpoint_on_disk(tmp_path):
     small = [
         "run.steps=1", "runtime.use=local", "task.train_size=20", "sampling.samples=4",
         "trainer.batch_size=8", "trainer.group_size=4", "eval.prompts=0", "log.console=off",
-        "log.tensorboard=false", f"run.folder={tmp_path / 'run'}",
+        "log.report_to=[]", f"run.folder={tmp_path / 'run'}",
     ]  # fmt: skip
     result = tba.train(load(None, small))
     folder = generations(result.folder / "checkpoints")[-1]

@@ -150,7 +150,7 @@ def test_state_and_copies_stay_on_the_device(tiny_model, tmp_path, pretend):
 
 LOCAL = (
     "runtime.use=local", "run.steps=2", "checkpoint.every=2", "eval.prompts=4",
-    "sampling.top_p=0.9", "sampling.samples=4", "log.console=off", "log.tensorboard=false",
+    "sampling.top_p=0.9", "sampling.samples=4", "log.console=off", "log.report_to=[]",
     "reward.isolate=none",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ def test_the_files_of_the_page_are_a_run(letters_model, tmp_path, monkeypatch):
     Path("my_rewards.py").write_text(REWARD.findall((DOCS / "quickstart.md").read_text())[0])
     rows = [{"question": f"What is 2 + {i}?", "answer": str(2 + i)} for i in range(8)]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["run.steps=2", "runtime.use=local", "log.console=off", "log.tensorboard=false"]
+    small = ["run.steps=2", "runtime.use=local", "log.console=off", "log.report_to=[]"]
     small.append("task.allow_loss=1")  # the tokenizer has no capitals
     result = tba.train(load("sums.toml", [f"policy.model={letters_model}", *small]))
     assert result.summary.finished and not result.summary.rejected

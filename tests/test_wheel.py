@@ -49,7 +49,7 @@ def test_a_wheel_trains_and_reports(tmp_path):
     assert (own / "tba" / "py.typed").is_file()
     assert (own / "tba" / "offline" / "card.md").is_file()
     command = fresh / "bin" / "tba"
-    settings = ("run.steps=5", "run.folder=mine", "eval.prompts=8", "log.tensorboard=false")
+    settings = ("run.steps=5", "run.folder=mine", "eval.prompts=8", "log.report_to=[]")
     call(tmp_path, command, "train", *settings)
     assert call(tmp_path, command, "report", "mine").strip() == "mine/report/index.html"
     assert "<html" in (tmp_path / "mine" / "report" / "index.html").read_text()

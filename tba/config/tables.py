@@ -56,6 +56,8 @@ def _single(value: Any) -> Any:
 OneOrMore = Annotated[tuple[Positive, ...], BeforeValidator(_single), Field(strict=False)]
 Word = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Word, ...], BeforeValidator(_single), Field(strict=False)]
+Service = Literal["tensorboard", "wandb"]
+Services = Annotated[tuple[Service, ...], BeforeValidator(_single), Field(strict=False)]
 
 
 class Table(BaseModel):
@@ -428,11 +430,11 @@ class LogTable(Table):
     console: Literal["auto", "lines", "off"] = key(
         "auto", "console output; auto: a table and a progress line on a terminal, else lines"
     )
-    tensorboard: bool = key(True, "write TensorBoard event files to the run's folder")
-    wandb: bool = key(
-        False,
-        "also log to Weights & Biases (pip install -e '.[wandb]'), to the project named by the"
-        " environment variable WANDB_PROJECT, or tba",
+    report_to: Services = key(
+        ("tensorboard",),
+        "services for metrics and samples; tensorboard: event files in the run's folder; wandb:"
+        " Weights & Biases (pip install -e '.[wandb]'), the project named by the environment"
+        " variable WANDB_PROJECT, or tba; []: none",
     )
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: never")
 

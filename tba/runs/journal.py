@@ -36,7 +36,7 @@ def check_log(table: LogTable) -> None:
 
     On a terminal, it prompts for a missing API key.
     """
-    if not table.wandb:
+    if "wandb" not in table.report_to:
         return
     try:
         import wandb
@@ -45,8 +45,8 @@ def check_log(table: LogTable) -> None:
     except Exception as error:  # also pydantic's, of settings in the environment
         why = str(error).partition("\n")[0]
         raise ValueError(
-            f"log.wandb = true: {why}; pip install -e '.[wandb]', type `wandb login`, set"
-            " WANDB_MODE=offline in the environment, or set log.wandb=false"
+            f"log.report_to = wandb: {why}; pip install -e '.[wandb]', type `wandb login`, set"
+            " WANDB_MODE=offline in the environment, or remove it"
         ) from error
 
 
@@ -144,9 +144,9 @@ class Journal:
     def __init__(self, folder: Path, config: Config, start: int = 0):
         self._folder = folder
         self._sinks: list[Sink] = []
-        if config.log.tensorboard:
+        if "tensorboard" in config.log.report_to:
             self._sinks.append(TensorBoard(config, folder, start))
-        if config.log.wandb:
+        if "wandb" in config.log.report_to:
             self._sinks.append(WeightsAndBiases(config, folder))
         self._shown: list[dict[str, Any]] = []  # samples not yet sent to the sinks
 

@@ -40,7 +40,7 @@ SMALL = {
     "runtime.searchers": 1, "engine.in_flight": None, "policy.reset_reference_every": 0,
     "sampling.truncated": "keep", "trainer.schedule": "constant", "trainer.warmup_steps": 0,
     "trainer.decay_steps": 0,
-    "eval.prompts": 0, "log.console": "off", "log.tensorboard": False, "log.sample_every": 0,
+    "eval.prompts": 0, "log.console": "off", "log.report_to": [], "log.sample_every": 0,
 }  # fmt: skip
 """Settings of the short run; None removes one. Search and training take turns."""
 RESPONSES = 4  # maximum per prompt

@@ -148,7 +148,7 @@ def read_study(path: Path, settings: Sequence[str] = ()) -> Study:
     override_all(tables, of_study)
     file = StudyFile(**tables)
     table = file.study
-    merged: dict[str, Any] = {"log": {"console": "off", "tensorboard": False}}
+    merged: dict[str, Any] = {"log": {"console": "off", "report_to": []}}
     if table.base is not None:
         below = read_toml(path.parent / table.base, "config")
         assign_all(merged, _by_key(below, table.base))

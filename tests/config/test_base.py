@@ -38,7 +38,7 @@ samples = 1
 k = []
 [log]
 console = "off"
-tensorboard = false
+report_to = []
 """
 
 

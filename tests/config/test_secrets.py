@@ -194,7 +194,7 @@ def test_no_file_of_a_run_has_it(factory, tiny_model, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     reward = f"task.reward={{use='{factory}:make',api_key='env:CANARY'}}"
     data = ["task=custom", f"task.data={tmp_path}/rows.jsonl", "task.held_out_size=3"]
-    steps = ["run.steps=2", "reward.isolate=process", "log.tensorboard=true"]
+    steps = ["run.steps=2", "reward.isolate=process", "log.report_to=tensorboard"]
     run(config(tiny_model, folder := tmp_path / "run", *data, reward, *steps))
     report([folder])
     export(folder, out := tmp_path / "out")

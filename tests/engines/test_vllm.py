@@ -134,7 +134,7 @@ def config(
     given = (
         *engine, "task=toy.Ones", "sampling.max_tokens=5", "sampling.samples=4",
         "trainer.batch_size=12", "trainer.group_size=4", "eval.prompts=0",
-        "checkpoint.every=0", "log.console=off", "log.tensorboard=false", "reward.isolate=none",
+        "checkpoint.every=0", "log.console=off", "log.report_to=[]", "reward.isolate=none",
     )  # fmt: skip
     return load(None, [f"policy.model={model}", *given, *more])
 

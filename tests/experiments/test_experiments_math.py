@@ -117,7 +117,7 @@ def test_hub_names_and_held_out_prompts_are_the_papers(name):
 def test_a_small_one_runs(name, fakes, tmp_path):
     """All of its steps, in this process, with answers that are graded."""
     more = [f"run.folder={tmp_path / 'run'}", "runtime.use=local", "sampling.max_tokens=8"]
-    more += ["log.console=off", "log.tensorboard=false"]
+    more += ["log.console=off", "log.report_to=[]"]
     config = load(EXPERIMENTS / f"{name}.toml", [*settings_of(name, fakes), *more])
     result = tba.train(config)
     assert (result.summary.finished, result.summary.steps) == (True, config.run.steps)

@@ -38,7 +38,7 @@ def test_its_first_steps_run(name, letters_model, monkeypatch, tmp_path):
         f"policy.model={letters_model}", "run.steps=2",
         f"run.folder={tmp_path / 'run'}", "runtime.use=local", "trainer.warmup_steps=0",
         "sampling.samples=4", "trainer.batch_size=8", "trainer.group_size=4", "eval.prompts=4",
-        "log.console=off", "log.tensorboard=false",
+        "log.console=off", "log.report_to=[]",
     ]  # fmt: skip
     summary = tba.train(load(ROOT / f"experiments/{name}.toml", few)).summary
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 2, 16)

@@ -126,7 +126,7 @@ def test_the_small_variant_runs(objective, fakes, tmp_path):
         *fakes, f"objective={objective}", f"run.folder={tmp_path / 'run'}", "run.steps=2",
         "runtime.use=local", "reward.isolate=none", "trainer.batch_size=8",
         "trainer.group_size=4", "sampling.samples=4", "sampling.max_tokens=6",
-        "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false",
+        "trainer.warmup_steps=0", "log.console=off", "log.report_to=[]",
     ]  # fmt: skip
     summary = tba.train(load(EXPERIMENTS / "tldr_small.toml", settings)).summary
     assert (summary.finished, summary.steps, summary.rejected) == (True, 2, {})

@@ -151,7 +151,7 @@ def test_the_small_one_runs(fakes, tmp_path):
     few = [
         f"run.folder={tmp_path / 'run'}", "run.steps=3", "runtime.use=local", "sampling.samples=4",
         "trainer.batch_size=4", "trainer.group_size=4", "eval.prompts=2", "eval.samples=3",
-        "log.console=off", "log.tensorboard=false", "task.victim_max_tokens=4",
+        "log.console=off", "log.report_to=[]", "task.victim_max_tokens=4",
     ]  # fmt: skip
     summary = tba.train(load(FILES["small"], [*replaced("small", fakes), *few])).summary
     assert (summary.finished, summary.steps, summary.samples_trained) == (True, 3, 12)

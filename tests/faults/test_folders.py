@@ -122,7 +122,7 @@ def test_a_secret_of_the_environment_is_in_no_file_of_a_run(
         monkeypatch.setenv(name, canary)
     monkeypatch.setattr("sys.argv", ["tba", "train", f"task.api_key={canary}"])
     folder = tmp_path / "run"
-    run(config(tiny_model, folder, "run.steps=3", "log.tensorboard=true"))
+    run(config(tiny_model, folder, "run.steps=3", "log.report_to=tensorboard"))
     report([folder])
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 10

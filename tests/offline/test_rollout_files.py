@@ -149,7 +149,7 @@ def test_the_chats_of_the_page_are_trained_on(model, tmp_path):
     small = [
         f"policy.model={model}", f"replay.rollouts={tmp_path}/chats.jsonl", "run.steps=2",
         f"run.folder={tmp_path}/run", "trainer.batch_size=2", "trainer.group_size=2",
-        "log.console=off", "log.tensorboard=false",
+        "log.console=off", "log.report_to=[]",
     ]  # fmt: skip
     summary = run(load(str(tmp_path / "chats.toml"), small))
     assert summary is not None and summary.samples_trained == 4

@@ -49,7 +49,7 @@ def test_samples_have_the_id_and_the_columns_of_their_row(trained):
 def test_columns_in_samples_are_strict_json_and_not_endless(tmp_path):
     columns = {"x": float("nan"), "deep": [{"y": float("inf")}, 0.5], "text": "NaN", "none": None}
     columns |= {"long": "é" * 20_000, "list": [7] * 20_000}
-    journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
+    journal = Journal(tmp_path, load(None, ["log.report_to=[]"]))
     journal.sample(1, "train", "1+1=", "2", 1.0, 0, id="a", columns=columns)
     text = (tmp_path / SAMPLES).read_text()
     kept = json.loads(text, parse_constant=pytest.fail)["columns"]
@@ -95,7 +95,7 @@ def test_an_evaluation_that_lost_its_scores_is_left_out(tmp_path):
 
 def test_an_evaluation_that_is_repeated_is_written_once(tmp_path):
     """It may be of weights that are older than the step that is resumed."""
-    journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
+    journal = Journal(tmp_path, load(None, ["log.report_to=[]"]))
     for requested, version in ((0, 0), (10, 9), (20, 18), (30, 30)):
         journal.row(version, {"eval/greedy_reward": 1.0, "requested": requested})
         journal.sample(version, "eval", "1+1=", "2", 1.0, version, requested=requested)

@@ -76,7 +76,7 @@ def test_a_lock_writes_through_none(plant, tmp_path, target):
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 def test_no_file_of_a_resumed_run_goes_through_a_link(plant, tiny_model, tmp_path, target):
     """Neither those of the run itself, nor of its checkpoints, nor of its report."""
-    folder, tensorboard = tmp_path / "run", ["log.tensorboard=true"]
+    folder, tensorboard = tmp_path / "run", ["log.report_to=tensorboard"]
     settings = ["run.steps=2", "checkpoint.every=1", *tensorboard]
     run(config(tiny_model, folder, *settings))
     report([folder])
@@ -117,5 +117,5 @@ def test_a_new_run_refuses_links(name, tiny_model, tmp_path):
     folder.mkdir()
     (folder / name).symlink_to(elsewhere / "absent" if name == METRICS else elsewhere)
     with pytest.raises((ValueError, RuntimeError), match=f"{name} is a link"):
-        run(config(tiny_model, folder, "run.steps=1", "log.tensorboard=true"))
+        run(config(tiny_model, folder, "run.steps=1", "log.report_to=tensorboard"))
     assert list(elsewhere.iterdir()) == []

@@ -31,7 +31,7 @@ EVERY = {
 
 
 def config(*settings: str) -> Config:
-    return load(None, ["log.tensorboard=false", *settings])
+    return load(None, ["log.report_to=[]", *settings])
 
 
 def write(folder: Path, given: Config) -> None:
@@ -99,7 +99,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, dict[str, Any]]:
 def test_wandb_gets_metrics_and_tables(wandb, tmp_path, monkeypatch):
     recorder, opened = wandb
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    write(tmp_path, config("log.wandb=true"))
+    write(tmp_path, config("log.report_to=wandb"))
     assert opened["name"] == tmp_path.name and opened["resume"] == "allow"
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
     assert opened["project"] == "mine"
@@ -110,19 +110,19 @@ def test_wandb_gets_metrics_and_tables(wandb, tmp_path, monkeypatch):
     assert tables[1][0]["lag"] == 3
     assert recorder.calls[0] == ("define", ("*", "step"))
     assert recorder.calls[-3][0] == "alert" and recorder.calls[-1] == ("finish", None)
-    write(tmp_path, config("log.wandb=true"))
+    write(tmp_path, config("log.report_to=wandb"))
     assert opened["id"] == (tmp_path / "wandb_id").read_text()
 
 
 def test_wandb_has_no_step_twice(wandb, tmp_path):
     """A run that repeats steps is a new one there, and has the steps before them."""
     recorder, opened = wandb
-    write(tmp_path, config("log.wandb=true"))
+    write(tmp_path, config("log.report_to=wandb"))
     first = opened["id"]
     for step, is_new in ((5, False), (3, True)):
         recorder.calls.clear()
         rewind(tmp_path, step, evaluates=False)
-        Journal(tmp_path, config("log.wandb=true"), step).row(step + 1, METRICS)
+        Journal(tmp_path, config("log.report_to=wandb"), step).row(step + 1, METRICS)
         assert (opened["id"] != first) == is_new
     rows = recorder.logged("loss")
     assert [row["step"] for row in rows] == [1, 4] and rows[0]["kl"] == 0.01
@@ -132,7 +132,7 @@ def test_wandb_has_no_step_twice(wandb, tmp_path):
 def test_all_metrics_reach_each_service(wandb, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    journal = Journal(tmp_path, load(None, ["log.wandb=true"]))
+    journal = Journal(tmp_path, load(None, ["log.report_to=['tensorboard','wandb']"]))
     journal.row(1, EVERY)
     journal.close()
     (row,) = wandb[0].logged("reward")
@@ -158,8 +158,8 @@ def test_tensorboard_gets_completions_and_settings(tmp_path):
 
 def test_a_service_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"log\.wandb = true: .*wandb.*; pip install -e"):
-        check(config("log.wandb=true"))
+    with pytest.raises(ValueError, match=r"log\.report_to = wandb: .*wandb.*; pip install -e"):
+        check(config("log.report_to=wandb"))
 
 
 def test_weights_and_biases_without_a_key_is_one_sentence(monkeypatch):
@@ -171,15 +171,15 @@ def test_weights_and_biases_without_a_key_is_one_sentence(monkeypatch):
 
     module.login = refuse
     monkeypatch.setitem(sys.modules, "wandb", module)
-    told = r"^log\.wandb = true: No API key configured\.; .*type `wandb login`, set"
+    told = r"^log\.report_to = wandb: No API key configured\.; .*type `wandb login`, set"
     with pytest.raises(ValueError, match=told):
-        check(config("log.wandb=true"))
+        check(config("log.report_to=wandb"))
 
 
 SHORT = [
     "runtime.use=local", "run.steps=3", "task.train_size=40", "task.held_out_size=8",
     "eval.prompts=3", "eval.samples=2", "eval.k=[2]", "trainer.batch_size=16",
-    "trainer.warmup_steps=0", "log.console=off", "log.tensorboard=false", "log.sample_every=1",
+    "trainer.warmup_steps=0", "log.console=off", "log.report_to=[]", "log.sample_every=1",
 ]  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def test_wandb_keeps_a_run_without_a_network(tmp_path):
     """The package itself, where it is installed: its tables are files, its metrics a binary log."""
     pytest.importorskip("wandb", reason="an extra: pip install -e '.[wandb]'")
     folder, offline = tmp_path / "run", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    train = ("-m", "tba.cli", "train", f"run.folder={folder}", "log.wandb=true", *SHORT)
+    train = ("-m", "tba.cli", "train", f"run.folder={folder}", "log.report_to=wandb", *SHORT)
     carry_out({**offline, "HOME": str(tmp_path)}, *train)
     files = folder.glob("wandb/offline-*/files/media/table/*.json")
     tables = [json.loads(file.read_text()) for file in files]

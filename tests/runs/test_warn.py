@@ -233,7 +233,7 @@ def test_a_stopped_run_keeps_no_warning_made_from_few_steps(tiny_model, tmp_path
 
 
 def test_warnings_after_the_step_that_is_resumed_are_forgotten(tmp_path):
-    journal = Journal(tmp_path, load(None, ["log.tensorboard=false"]))
+    journal = Journal(tmp_path, load(None, ["log.report_to=[]"]))
     for step, key in ((0, "warmup"), (10, "ess"), (11, "kl")):
         journal.warn(step, key, f"of {key}")
     rewind(tmp_path, 10, evaluates=False)

@@ -16,7 +16,7 @@ from tba.setup.setup import check
 SMALL = [
     "runtime.use=local", "task.train_size=41", "task.held_out_size=8", "eval.prompts=8",
     "eval.samples=2", "eval.k=[2]", "sampling.samples=4", "trainer.batch_size=8",
-    "trainer.group_size=4", "log.console=off", "log.tensorboard=false",
+    "trainer.group_size=4", "log.console=off", "log.report_to=[]",
     "reward.isolate=none",
 ]  # fmt: skip
 

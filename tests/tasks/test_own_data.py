@@ -191,7 +191,7 @@ def test_a_chat_is_written_in_one_way(model, data, tmp_path):
     given = config(
         model(CHAT), {**data, "chat": "on", "system_prompt": "Add."},
         run={"folder": str(tmp_path / "run"), "steps": 1}, runtime={"use": "local"},
-        log={"tensorboard": False, "console": "off"},
+        log={"report_to": [], "console": "off"},
     )  # fmt: skip
     run(given)
     rows = read(tmp_path / "run" / SAMPLES)

@@ -30,7 +30,7 @@ runtime = {{ use = "local", prompts_per_task = 3 }}
 sampling = {{ samples = 32, max_tokens = 80 }}
 trainer = {{ batch_size = 8, group_size = 4 }}
 eval = {{ prompts = 2, samples = 2, k = [2] }}
-log = {{ console = "off", tensorboard = false, sample_every = 1 }}
+log = {{ console = "off", report_to = [], sample_every = 1 }}
 
 [task]
 use = "custom"

@@ -44,7 +44,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "demo"
     settings = [
         f"run.folder={folder}", "runtime.use=local", "run.steps=30", "eval.prompts=16",
-        "eval.every=10", "log.sample_every=5", "log.console=off", "log.tensorboard=false",
+        "eval.every=10", "log.sample_every=5", "log.console=off", "log.report_to=[]",
         "reward.isolate=none", "sampling.samples=8", "trainer.group_size=8",
         "trainer.batch_size=32",
     ]  # fmt: skip

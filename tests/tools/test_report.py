@@ -30,7 +30,7 @@ STARTED = {
     "parameters": 1_234_567, "trained_parameters": 89,
 }  # fmt: skip
 RESUMED = {**STARTED, "step": 7, "commit": None}
-QUIET = Config.model_validate({"log": {"tensorboard": False}})
+QUIET = Config.model_validate({"log": {"report_to": []}})
 
 
 def write(
@@ -43,7 +43,7 @@ def write(
 ) -> Path:
     """A run folder after `steps` of 12 steps."""
     run = {"folder": str(path), "steps": 12}
-    config = Config(run=run, objective={"beta": beta}, log={"tensorboard": False})
+    config = Config(run=run, objective={"beta": beta}, log={"report_to": []})
     path.mkdir()
     (path / CONFIG).write_text(json.dumps(config.nested()))
     journal = Journal(path, config)

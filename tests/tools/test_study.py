@@ -178,7 +178,7 @@ def test_a_base_file_below_the_base_table_below_the_command_line(tmp_path, tiny_
     assert (config.run.steps, config.run.seed, config.trainer.learning_rate) == (3, 9, 1e-3)
     assert config.objective.use == "tb" and config.objective.options == {"beta": 0.1}
     assert config.run.folder == str(Path("elsewhere/one/run").absolute())
-    assert config.log.console == "off" and not config.log.tensorboard
+    assert config.log.console == "off" and not config.log.report_to
 
 
 def test_a_study_without_a_folder_is_called_after_its_file(tmp_path):
