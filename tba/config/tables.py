@@ -412,9 +412,6 @@ class EvalTable(Table):
         "end the run after this many consecutive evaluations without a better sampled score, and"
         " keep the best checkpoint; default: never",
     )
-    perplexity: bool = key(
-        False, "report perplexities of the answers under the reference: docs/tasks.md"
-    )
     prompts_per_task: Positive = key(
         32, "held-out prompts per evaluation task; evaluation tasks alternate with searches (ray)"
     )

@@ -131,7 +131,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
     if settings.temperature == setup.sampling.temperature:  # the reference uses this one
         nats, version = _nats(sampled.responses, searcher.reference)
         sampled.table["log_ratio"] = sampled.table["logp"] + nats
-    if settings.perplexity:
+    if searcher.scoring.tasks[name].reports_perplexity:
         for answers in (greedy, sampled):
             nats, version = _nats(answers.responses, searcher.reference, temperature=1.0)
             answers.table["nats"] = nats

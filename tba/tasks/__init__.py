@@ -133,6 +133,8 @@ class Task(Scorer):
 
     samples_again: ClassVar[bool] = False
     """Whether evaluations sample from the training prompts, because no others are held out."""
+    reports_perplexity: ClassVar[bool] = False
+    """Whether evaluations report perplexities of the answers under the reference."""
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:

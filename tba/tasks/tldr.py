@@ -32,6 +32,7 @@ class Tldr(Splits):
 
     test: ClassVar[str] = "validation"
     kept: ClassVar[Sequence[str]] = ("query", "summary")
+    reports_perplexity: ClassVar[bool] = True
     proxy: str | PluginTable
     """Judge that provides the training reward."""
     gold: str | PluginTable | None = None

@@ -35,6 +35,7 @@ from tba.search.evaluate import evaluate_held_out, evaluate_piece
 from tba.search.searcher import Searcher
 from tba.setup.setup import check
 from tba.tasks import Program
+from tba.tasks.agent import Agent
 from tba.types import Group, collate
 
 __all__ = ["agent_config", "dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
@@ -210,10 +211,11 @@ def test_a_row_may_be_longer_than_the_context_of_the_policy(agent, held):
     assert [len(group.trajectories) for group in result.groups] == [2]
 
 
-def test_sessions_without_a_call_do_not_count_in_the_measures_of_tokens(agent, held):
+def test_sessions_without_a_call_do_not_count_in_the_measures_of_tokens(agent, held, monkeypatch):
+    monkeypatch.setattr(Agent, "reports_perplexity", True)
     kinds = ["sound", "silent"] * 4
     rows = [{"prompt": f"Say {i}", "kind": kind} for i, kind in enumerate(kinds)]
-    searcher, _ = held(agent("mishaps", "1", rows=rows, settings=["eval.perplexity=true"]))
+    searcher, _ = held(agent("mishaps", "1", rows=rows))
     scores = evaluate_held_out(searcher).scores
     assert scores["sampled_rejected"] == 0.5 and scores["sampled_length"] == 6.0
     for measure in ("log_ratio", "perplexity", "perplexity_with_prompt"):

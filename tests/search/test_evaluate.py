@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
 import build
 import numpy as np
@@ -36,10 +37,17 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Perplexing(Ones):
+    """The same, with perplexities of the answers."""
+
+    reports_perplexity: ClassVar[bool] = True
+
+
 @pytest.fixture
 def searcher(toy_model: Path, tmp_path: Path) -> Searcher:
     """Its engine has other weights than its reference."""
-    config = toy_config(toy_model, tmp_path, *SETTINGS, "eval.perplexity=true")
+    config = toy_config(toy_model, tmp_path, *SETTINGS, "task=test_evaluate.Perplexing")
     built = check(config).search_setup().build("cpu", False)
     weights = pack(built.reference.policy.model, 3, bf16=False)
     changed = {name: 1.2 * array for name, array in weights.arrays.items()}
@@ -88,17 +96,15 @@ def test_perplexities_equal_a_direct_computation(searcher, toy_model, mode):
     assert f"{mode}_nats" not in scores
 
 
-def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(searcher):
+def test_perplexities_are_left_out_if_the_reference_changed_or_nobody_asked(searcher, monkeypatch):
     first, *others = (evaluate_piece(searcher, i) for i in range(len(pieces_of(searcher.setup))))
     whole = join(3, [first, *others]).scores
     changed = join(3, [replace(first, reference=7), *others]).scores
     gone = {name for name in whole if "perplexity" in name or name == "sampled_log_ratio"}
     assert len(gone) == 7  # two of each mode, and two standard errors
     assert whole.keys() - changed.keys() == gone
-    config = searcher.setup.config
-    quiet = config.eval.model_copy(update={"perplexity": False})
-    silent = replace(searcher.setup, config=config.model_copy(update={"eval": quiet}))
-    scores = evaluate_held_out(replace(searcher, setup=silent)).scores
+    monkeypatch.setattr(Perplexing, "reports_perplexity", False)
+    scores = evaluate_held_out(searcher).scores
     assert whole.keys() - scores.keys() == gone - {"sampled_log_ratio"}
 
 
