@@ -281,7 +281,8 @@ def config(model: Path, folder: Path, *settings: str) -> Config:
         "eval.samples=2", "eval.k=[2]", "reward.isolate=none", "log.sample_every=2",
         "task.allow_loss=1",  # toy tokenizers do not have all digits
     ]  # fmt: skip
-    if not any(setting.startswith("task") for setting in settings):  # others may hold out fewer
+    others = [each for each in settings if not each.startswith("task.sources.")]
+    if not any(setting.startswith("task") for setting in others):  # others may hold out fewer
         own.append("eval.prompts=5")
     return load(None, [f"policy.model={model}", f"run.folder={folder}", *SMALL, *own, *settings])
 

@@ -351,8 +351,8 @@ def _explained(model: type[Table], error: ErrorDetails) -> str:
 
 
 def _keys(where: str, value: object) -> Iterator[str]:
-    """Yield `where` followed by each key of a table, or `where` itself if it is none or is gone."""
-    if not isinstance(value, Mapping) or not value or where in GONE:
+    """Yield `where` followed by each key of a table; only `where` if it has none, or was a key."""
+    if not isinstance(value, Mapping) or not value or (where in GONE and "." in where):
         yield where
         return
     for name, inner in value.items():

@@ -69,7 +69,8 @@ def rules_of_rows(c: ConfigTables, prompts: int, held_out: int, is_new: bool) ->
     best = c.checkpoint.keep_best
     held = "held-out prompts, by eval.prompts=128 and a held-out set in [task]"
     names: dict[str, Any] = {"eval.patience": e.patience, "checkpoint.keep_best": best}
-    names |= {f"task.sources.{name}": not each.weight for name, each in c.task.sources.items()}
+    for name, source in c.task.sources.items():
+        names[f"task.sources.{name}.weight = 0"] = source.weight == 0
     for name, value in names.items():
         yield bool(value) and not held_out, name, held
     if is_new:  # a resumed run keeps its settings

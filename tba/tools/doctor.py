@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ SLOW = 100e6  # bytes per second: another machine waits 10 s for weights of 1 GB
 DRIVER = Path("/proc/driver/nvidia/version")
 LEFT_OUT = ("replay", "strategy", "selection", "eval", "checkpoint", "log")
 """Tables for which the short run uses defaults."""
-SMALL = {
+SMALL: dict[str, Any] = {
     "run.steps": 2, "runtime.lag": 0, "runtime.publish_every": 1, "runtime.fresh": None,
     "runtime.searchers": 1, "engine.in_flight": None, "policy.reset_reference_every": 0,
     "sampling.truncated": "keep", "trainer.schedule": "constant", "trainer.warmup_steps": 0,
