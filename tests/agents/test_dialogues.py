@@ -282,7 +282,7 @@ def test_tools_answer_alike_in_the_process_that_scores(config, held):
     """And rewards see the environments, which may hold what cannot be pickled."""
     calls = [call("double", n=1), call("divide"), call("leave"), "<tool_call>?", call("later")]
     turns = ["".join([*calls, call("later", word="soon")]), call("hang"), call("double", n=2), "-"]
-    options = {"environment": f"{TESTS}/talk.py:Locked", "seconds": 1.0}
+    options = {"environment": f"{TESTS}/talk.py:Locked", "seconds": 2.0}
     told = []
     for isolate in ("none", "process"):
         searcher, result = held(config(*turns, isolate=isolate, **options))
@@ -296,14 +296,14 @@ def test_tools_answer_alike_in_the_process_that_scores(config, held):
     ("tool", "reason", "why"),
     [
         ("vanish", "died", "the scoring process ended with exit status 3"),
-        ("freeze", "timeout", "the environments did not answer within 1.5 s"),
+        ("freeze", "timeout", "the environments did not answer within 3.5 s"),
     ],
 )
 def test_a_tool_that_ends_its_process_costs_the_dialogues_held_there(
     tool, reason, why, config, held
 ):
     """The next ones are held in another process."""
-    settings = {"environment": MORTAL, "isolate": "process", "seconds": 1.0}
+    settings = {"environment": MORTAL, "isolate": "process", "seconds": 3.0}
     searcher, result = held(config(call("double", n=1) + call(tool), "Well.", **settings))
     assert dict(result.stats.rejected) == {reason: 2} and not result.groups
     assert why in result.stats.last_rejection
