@@ -213,7 +213,7 @@ def by_source(task: Task, groups: Sequence[Group]) -> dict[str, float]:
     sources: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
         sources[task.source(group.prompt)[0]].append(group)
-    sources.pop("", None)  # of a task that is no mixture
+    sources.pop("", None)  # the task is not a mixture
     metrics = {}
     for name, members in sources.items():
         rewards = [t.reward for group in members for t in group.trajectories]

@@ -78,7 +78,7 @@ class Scoring:
         steps: int = 0,
     ):
         self.tasks = tasks
-        """The run's task under "", and those of sources that are only evaluated by name."""
+        """The run's task under "", and the sources that are only evaluated, by name."""
         self._process = process
         self._deadline = deadline
         self._longest = longest
@@ -249,8 +249,8 @@ class Scoring:
 class ScoringProcess(Process):
     """A process that scores, and is restarted after it has ended.
 
-    It builds the run's task, "", and those of sources that are only evaluated, so that judges of
-    the same model share it.
+    It builds the run's task, "", and every source that is only evaluated, so that judges with the
+    same model share it.
     """
 
     def __init__(

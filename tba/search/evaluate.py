@@ -1,8 +1,8 @@
 """Evaluation on held-out prompts: reward, pass@1, avg@n, pass@k, perplexity, task measures.
 
 An evaluation is divided into pieces of `eval.prompts_per_task` prompts. Its scores do not depend on
-which searcher evaluates which piece. Each source has separate scores, whether the
-run trains on it or only evaluates it.
+which searcher evaluates which piece. Each source has separate scores, whether the run trains on it
+or only evaluates it.
 """
 
 import hashlib

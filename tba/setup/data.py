@@ -44,7 +44,7 @@ class Data:
 
 
 def read_data(config: Config, functions: Functions | None, text: Tokenizer) -> Data:
-    """Build the task, and read its prompts and those of the sources that are only evaluated."""
+    """Build the task, and read its prompts and all sources that are only evaluated."""
     task = build_task(config.task, functions)
     task.check()
     check_stop(config.sampling.stop, text)
@@ -179,14 +179,17 @@ def read_source(
         prompts = usable_prompts(key, task, task.held_out(), encoder(text, task), set(), allowed)
     pairs = _encoded(f"{key} prompts", config, task, text, prompts)
     known = set() if task.samples_again else trained_on
-    is_known = [identity(task, p, ids) in known for p, ids in pairs]
-    fresh = [pair for pair, also in zip(pairs, is_known, strict=True) if not also]
+    fresh: list[Encoded] = []
+    again: list[Prompt] = []
+    for prompt, ids in pairs:
+        if identity(task, prompt, ids) in known:
+            again.append(prompt)
+        else:
+            fresh.append((prompt, ids))
     if not fresh:
         why = "all of its prompts are trained on" if prompts else "it has no held-out prompts"
         raise ValueError(f"[{key}]: {why}; give it separate data, or remove it")
-    again = [p for p, also in zip(prompts, is_known, strict=True) if also]
-    told = "are trained on, and left out"
-    check_loss(task, f"{key} prompts", again, prompts, told, allowed)
+    check_loss(task, f"{key} prompts", again, prompts, "are trained on, and left out", allowed)
     if task.tools is not None:
         check_tools(task, fresh[0][0])
     return fresh[: config.eval.prompts]

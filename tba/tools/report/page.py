@@ -1,6 +1,6 @@
 """Functions shared by all pages: format numbers and held-out scores, and write the HTML file.
 
-Each score belongs to a set: that of a source, or "", the held-out prompts of the task.
+Each score belongs to a source, or to "", the held-out prompts of the task.
 """
 
 import re
