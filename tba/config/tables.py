@@ -114,9 +114,7 @@ class TaskTable(PluginTable):
 
     use: str = "arithmetic"
     allow_loss: Share = key(0.01, "largest share of prompts that may be lost: docs/tasks.md")
-    sources: dict[str, SourceTable] = key(
-        {}, "named sources of prompts, in tables [task.sources.NAME]: docs/tasks.md"
-    )
+    sources: dict[str, SourceTable] = key({}, "tables [task.sources.NAME]: docs/tasks.md")
 
     @property
     def weights(self) -> dict[str, float]:
@@ -126,9 +124,8 @@ class TaskTable(PluginTable):
     def source(self, name: str) -> PluginTable:
         """Return the task of a source: its own, or the run's with other options."""
         own = self.sources[name]
-        if own.use:
-            return PluginTable(use=own.use, **own.options)
-        return PluginTable(use=self.use, **self.options | own.options)
+        options = own.options if own.use else self.options | own.options
+        return PluginTable(use=own.use or self.use, **options)
 
 
 class RunTable(Table):
@@ -366,9 +363,7 @@ class RuntimeTable(Table):
         whole = len(bounds) == 2 and all(type(bound) is int for bound in bounds)
         if whole and (1 <= bounds[0] <= bounds[1] or value == 0):
             return value
-        raise ValueError(
-            f"runtime.searchers = {value!r}: write a number of 1 or more, or a range such as [2, 8]"
-        )
+        raise ValueError(f"runtime.searchers = {value!r}: write 1 or more, or a range, [2, 8]")
 
     @property
     def most_searchers(self) -> int:
@@ -429,9 +424,8 @@ class LogTable(Table):
     )
     report_to: Services = key(
         ("tensorboard",),
-        "services for metrics and samples; tensorboard: event files in the run's folder; wandb:"
-        " Weights & Biases (pip install -e '.[wandb]'), the project named by the environment"
-        " variable WANDB_PROJECT, or tba; []: none",
+        "services to log to; tensorboard: event files in the run's folder; wandb: Weights & Biases"
+        " (pip install -e '.[wandb]'), to the project that WANDB_PROJECT names, or tba; []: none",
     )
     sample_every: Count = key(20, "write a group to samples.jsonl every N steps; 0: never")
 
