@@ -44,3 +44,7 @@ class NoAnswerError(TimeoutError):
 
 class ClusterLostError(NoAnswerError):
     """Ray has died or does not answer."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended a search or an evaluation. The run saves, and a resumed run repeats it."""

@@ -93,7 +93,7 @@ def open_trainer(
 
 def open_searchers(
     job: SearchJob, place: Place, cluster: "Cluster | None", trainer: Trainer,
-    stopping: Callable[[], bool], search: SearchState, step: int,
+    stop: Stop, search: SearchState, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
     bf16 = trainer.computes_in_bf16
@@ -101,7 +101,7 @@ def open_searchers(
         from tba.runtime.ray import RaySearchers
 
         newest = trainer.send(step) if step or job.setup.held_out else None
-        return RaySearchers(job, cluster, bf16, stopping, search, newest)
+        return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
     job.tell("loading the models of the searcher")
     from tba.runtime.local import LocalSearchers
 
@@ -112,7 +112,7 @@ def open_searchers(
         search = replace(search, weights=trainer.send(step).payload)
     lent = trainer.policy.model if isinstance(trainer, SingleTrainer) else None
     searcher = job.setup.build(place.device, bf16, lent)
-    return LocalSearchers(job, searcher, search, stopping)
+    return LocalSearchers(job, searcher, search, lambda: stop.requested, stop.interrupting)
 
 
 def run(
@@ -254,9 +254,7 @@ def _assemble(
     for line in [setup.counts, *(f"note: {note}" for note in setup.notes), *setup.endings]:
         console.note(line)
     job = SearchJob(setup.search_setup(), stream, console.phase)
-    searchers = open_searchers(
-        job, place, cluster, trainer, lambda: stop.requested, search, progress.step
-    )
+    searchers = open_searchers(job, place, cluster, trainer, stop, search, progress.step)
     closing.callback(searchers.close)
     run = Run(
         parts=setup,

@@ -45,6 +45,8 @@ class Turn:
     seed: int
     tell: Callable[[int], None] | None = None
     """Called with each token as it is sampled, by engines that can."""
+    schema: str | None = None
+    """JSON schema, as JSON, that the completion must follow; for engines with `constrains` only."""
 
 
 class Response:

@@ -119,7 +119,12 @@ def refused(base_url: str, row: dict[str, Any]) -> float:
         ({"stream": "false"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "needs stream=true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "runs sample without constraints; leave it"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "json_object, or json_schema with",
+        ),
+        ({"response_format": "json"}, "response_format"),
         ({"tool_choice": "required", "tools": [DOUBLE]}, "tool_choice = 'required'"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"temperature": 0.3}, "temperature = 0.3 differs from the config"),

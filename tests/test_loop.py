@@ -2,16 +2,20 @@
 
 import json
 import shutil
+import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from build import config, newest_files, replayed, resumes_exactly
+from build import config, newest_files, replayed, resumes_exactly, without_clock
 from safetensors.torch import load_file
 
 import tba
+import tba.runs.stop
 from tba.cli import _config
 from tba.config.schema import load
+from tba.engines.transformers import Transformers
 from tba.errors import SearchError
 from tba.offline.eval import evaluate_run
 from tba.open import run
@@ -129,6 +133,34 @@ def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
     run(config(tiny_model, tmp_path / "whole", one_by_one))
     assert run(_config([], folder), folder).finished
     assert replayed(tmp_path / "whole") == replayed(folder)
+
+
+@pytest.mark.parametrize("call", [1, 4, 12])
+def test_a_signal_ends_what_is_generated(call, tiny_model, tmp_path, monkeypatch):
+    """The first evaluation, the first fill or a search between two steps: it is repeated."""
+    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
+    generate, calls, folder = Transformers.generate, 0, tmp_path / "run"
+
+    def generate_until(self: Transformers, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            signal.raise_signal(signal.SIGTERM)
+            raise AssertionError("the signal has ended nothing")
+        return generate(self, *given)
+
+    settings = ("run.steps=6", "runtime.prompts_per_task=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Transformers, "generate", generate_until)
+        stopped = run(config(tiny_model, folder, *settings))
+    assert not stopped.finished and calls == call and (stopped.steps == 0) == (call < 12)
+    assert run(_config([], folder), folder).finished
+    run(config(tiny_model, tmp_path / "whole", *settings))
+    assert replayed(tmp_path / "whole") == replayed(folder)
+    whole, resumed = newest_files(tmp_path / "whole"), newest_files(folder)
+    assert whole["model/model.safetensors"] == resumed["model/model.safetensors"]
+    rows = [without_clock(read(path / METRICS)) for path in (tmp_path / "whole", folder)]
+    assert rows[0] == rows[1]
 
 
 def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model, tmp_path):

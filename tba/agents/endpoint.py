@@ -51,9 +51,12 @@ class Endpoint:
     """A server on 127.0.0.1, with its own event loop and thread."""
 
     def __init__(
-        self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0, streams: bool = False
+        self, engine: Engine, text: Tokenizer, fixed: str = "", port: int = 0, trains: bool = True
     ) -> None:
-        """Begin to serve; with `streams`, texts are sent while they are sampled."""
+        """Begin to serve. Unless it `trains`, texts are streamed, and replies may follow a schema.
+
+        `fixed`: see `Agents`.
+        """
         from tba.agents.server import Listener, server
 
         self.turns = Turns(engine.complete, engine.joins_batches)
@@ -64,7 +67,13 @@ class Endpoint:
         self._text = text
         self._fixed = fixed or ("" if engine.explores else "the engine cannot sample with it")
         self._config = engine.sampling
-        self._streams = streams
+        self._trains = trains
+        self._unconstrained = ""
+        """Why no reply can follow a JSON schema; "" if replies can."""
+        if trains:
+            self._unconstrained = "is for tba serve only: runs sample without constraints"
+        elif not engine.constrains:
+            self._unconstrained = "needs engine=vllm"
         self._sessions: dict[str, OpenSession] = {}
         self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
         self._socket = Listener()
@@ -141,7 +150,7 @@ class Endpoint:
         if job is None:
             job = PendingReply(body)
             whole = asked.tools or asked.logprobs or asked.return_token_ids
-            if self._streams and asked.stream and not whole:
+            if not self._trains and asked.stream and not whole:
                 stream = TokenStream(self._text, asked.stops or live.sampling.stop)
                 job.tell = stream.tell
             job.task = asyncio.create_task(self._sampled(live, asked, job))
@@ -180,6 +189,7 @@ class Endpoint:
             try:
                 check_stop(asked.stops, self._text, "stop")
                 sampling = asked.sampling(live.sampling, self._config, self._fixed)
+                schema = asked.schema_for(self._unconstrained)
                 # in a thread: rendering and tokenising would block the other sessions
                 tools = json.dumps(asked.tools or [])
                 context = await asyncio.to_thread(
@@ -199,10 +209,13 @@ class Endpoint:
                 )
                 raise RefusedError(400, told, "context_length_exceeded")
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            reply = self.turns.sample(Turn(tokens, sampling, live.seed(job), job.tell))
+            turn = Turn(tokens, sampling, live.seed(job), job.tell, schema)
+            reply = self.turns.sample(turn)
         try:
             return context, await reply
         except Exception as error:
+            if schema is not None and isinstance(error, ValueError):  # the engine rejects it
+                raise RefusedError(400, f"response_format: {error}") from error
             self.failure = error
             raise asyncio.CancelledError from error
 

@@ -25,7 +25,7 @@ COLDEST = 0.01
 """Temperature for programs that request 0."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,), "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "min_p": (0, 0.0),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "top_logprobs": (0,),
+    "modalities": (["text"],), "top_logprobs": (0,),
     "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0),
     "logit_bias": ({},), "chat_template_kwargs": ({},), "skip_special_tokens": (False,),
 }  # fmt: skip
@@ -65,6 +65,7 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
     top_k: Annotated[Count, BeforeValidator(lambda k: 0 if k == -1 else k)] | None = None
     stream: bool | None = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] | None = None
+    response_format: dict[str, Any] | None = None
     logprobs: bool | None = False
     return_token_ids: bool | None = False
 
@@ -90,6 +91,28 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
             sampling = replace(sampling, explore=max(COLDEST, self.temperature or 0))
         given = {name: asked[name] for name in ("top_p", "top_k") if asked[name] is not None}
         return replace(sampling, **given)
+
+    def schema_for(self, unconstrained: str) -> str | None:
+        """Return the JSON schema that the reply must follow, as JSON; None if it may be any text.
+
+        `unconstrained` says why no reply can follow a schema; "" if replies can. Raises ValueError
+        for a format that is not supported.
+        """
+        match self.response_format:
+            case None | {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                schema = {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                pass
+            case other:
+                known = "text, json_object, or json_schema with a schema"
+                raise ValueError(f"response_format = {other!r} is not supported; it may be {known}")
+        if unconstrained:
+            raise ValueError(f"response_format {unconstrained}; leave it out")
+        if self.tools and self.tool_choice != "none":
+            raise ValueError("response_format and tools: a call follows no schema; leave one out")
+        return json.dumps(schema)
 
     def _check(self) -> None:
         """Raise ValueError for parameters that are not supported or contradict each other."""

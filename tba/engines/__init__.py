@@ -49,6 +49,8 @@ class Engine(ABC):
     """Whether new turns join a running batch; otherwise they wait for the next batch."""
     explores: ClassVar[bool] = True
     """Whether log-probs are at `sampling.temperature` even if `sampling.explore` is set."""
+    constrains: ClassVar[bool] = False
+    """Whether `complete` can sample a turn so that it follows a JSON schema (`Turn.schema`)."""
     own_reference = False
     """Whether the engine's log-probs are the reference's, so that no reference model is loaded."""
     model: Any = field(default=None, init=False)
@@ -101,7 +103,8 @@ class Engine(ABC):
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
         """Return the completion of each turn. It depends on the turn's seed, not on other turns.
 
-        An engine overrides this to sample several at once.
+        An engine overrides this to sample several at once, or with a schema. A turn's ValueError is
+        about its schema.
         """
         completions = []
         for turn in turns:

@@ -23,6 +23,8 @@ class GenerationRequest:
     eos_ids: Sequence[int]
     scored: int | None = None
     """Token whose log-prob is requested in addition to the sampled tokens'."""
+    schema: str | None = None
+    """JSON schema, as JSON, that the response must follow."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.config import set_current_vllm_config
+from vllm.config import StructuredOutputsConfig, set_current_vllm_config
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tba.engines._batch import GenerationOutput, GenerationRequest
@@ -38,9 +38,13 @@ class SteppedEngine:
         # vLLM seeds generators, and replaces a torch function
         set_num_threads = torch.set_num_threads
         set_num_threads(torch.get_num_threads())  # the number is per thread
+        # a fixed backend refuses what it does not support; vLLM's default hands it to another one,
+        # which fails while it generates if the first backend is in use
+        schemas = StructuredOutputsConfig(backend="xgrammar")
+        given = EngineArgs(**arguments, structured_outputs_config=schemas)
         try:
             with torch.random.fork_rng():
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                self._engine = LLMEngine.from_engine_args(given)
         finally:
             torch.set_num_threads = set_num_threads
         self._deadline = deadline
@@ -55,6 +59,7 @@ class SteppedEngine:
         adapter = self._adapters[-1] if self._adapters else None
         sampling = request.sampling
         scored = [] if request.scored is None else [request.scored]
+        schema = None if request.schema is None else StructuredOutputsParams(json=request.schema)
         try:
             parameters = SamplingParams(
                 temperature=sampling.temperature,
@@ -72,6 +77,7 @@ class SteppedEngine:
                 logprob_token_ids=scored or None,
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                structured_outputs=schema,
             )
             prompt = tokens_input(list(request.prompt))
             self._engine.add_request(key, prompt, parameters, lora_request=adapter)

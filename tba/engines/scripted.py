@@ -1,5 +1,6 @@
 """Fake engine that ships with the package: fixed answers with seeded latencies."""
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import numpy as np
 
 from tba.engines import Engine
 from tba.models.pretrained import Tokenizer
-from tba.types import Completion, Sampling
+from tba.types import Completion, Sampling, Turn
 from tba.weights import Weights
 
 
@@ -26,6 +27,7 @@ class Scripted(Engine):
 
     longest_block: ClassVar[int] = 0
     can_sleep: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
     answers: tuple[str, ...] = ("0", "1", "2", "3")
     """Answers to draw from."""
     latency: float = 0.0
@@ -56,6 +58,21 @@ class Scripted(Engine):
             drawn = rng.integers(len(self.answers), size=size)
         completions = [self._completion(a, sampling, version) for a in self.answers]
         return [[completions[answer] for answer in row] for row in drawn]
+
+    def complete(self, turns: Sequence[Turn]) -> list[Completion]:
+        """Draw answers; for a schema, take the first object with the keys that it requires."""
+        completions: list[Completion] = []
+        for turn in turns:
+            if turn.schema is None:
+                completions += super().complete([turn])
+                continue
+            keys = {*json.loads(turn.schema).get("required", ())}
+            objects = [answer for answer in self.answers if answer.startswith("{")]
+            following = [each for each in objects if keys <= json.loads(each).keys()]
+            if not following:
+                raise ValueError(f"no answer is an object with the keys {sorted(keys)}")
+            completions.append(self._completion(following[0], turn.sampling, self.version))
+        return completions
 
     def load_weights(self, weights: Weights) -> float | None:
         self.version = weights.version

@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -64,6 +64,7 @@ class VLLM(Engine):
 
     can_sleep: ClassVar[bool] = True
     joins_batches: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
     explores: ClassVar[bool] = False
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 where the trainer computes in bf16, else fp32."""
@@ -174,7 +175,10 @@ class VLLM(Engine):
         return [group * (sampling.samples // drawn) for group in groups]
 
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
-        requests = [self._request(t.context.tolist(), t.sampling, t.seed) for t in turns]
+        requests = []
+        for turn in turns:
+            request = self._request(turn.context.tolist(), turn.sampling, turn.seed)
+            requests.append(replace(request, schema=turn.schema))
         return [_completion(*each) for each in self._batch.run(requests)]
 
     def load_weights(self, weights: Weights) -> float | None:

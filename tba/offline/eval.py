@@ -216,7 +216,7 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
         with chosen(run, step) as generation:
             engine.load_weights(_weights(generation, config))
     session = Session("append")
-    endpoint = Endpoint(engine, text, port=port, streams=True)
+    endpoint = Endpoint(engine, text, port=port, trains=False)
     url = endpoint.begin(OpenSession(session, sampling, config.run.seed, 0, sys.maxsize))
     print(f'base_url="{url}"  (any API key; Ctrl-C ends it)', flush=True)
     printed = 0

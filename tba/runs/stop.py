@@ -12,6 +12,7 @@ from typing import Any
 
 from tba.child import STOPS
 from tba.display import printable
+from tba.errors import Interrupted
 
 TWICE = 0.5
 """Seconds in which a repeated signal is ignored: `timeout` signals a process, then its group."""
@@ -21,12 +22,13 @@ class Stop:
     """Context manager in which a signal sets `requested`.
 
     The second signal ends the process at once; its child processes then exit by themselves. Inside
-    `starting`, the first signal raises KeyboardInterrupt.
+    `starting`, the first signal raises KeyboardInterrupt, and inside `interrupting`, Interrupted.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._starting = False
+        self._interrupting = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -43,6 +45,15 @@ class Stop:
         self._starting = True
         yield
         self._starting = False
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Context in which the first signal raises Interrupted: what it ends can be done again."""
+        self._interrupting = True
+        try:
+            yield
+        finally:
+            self._interrupting = False
 
     def install(self) -> None:
         """Install the signal handlers. Call it again after a library has installed its own."""
@@ -82,3 +93,5 @@ class Stop:
             signal.signal(each, signal.SIG_DFL)
         if self._starting:
             raise KeyboardInterrupt
+        if self._interrupting:
+            raise Interrupted

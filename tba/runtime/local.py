@@ -5,16 +5,16 @@ It is bit-reproducible on a CPU, except with agents.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 
-from tba.errors import NoAnswerError
+from tba.errors import Interrupted, NoAnswerError
 from tba.learn import Trainer
 from tba.runtime import RejectionMonitor, SearchJob
 from tba.search.evaluate import evaluate_held_out
 from tba.search.prompts import SearchState
-from tba.search.result import Evaluation
+from tba.search.result import Evaluation, SearchResult
 from tba.search.searcher import Searcher
 from tba.types import Group
 from tba.weights import Publication, Weights
@@ -28,14 +28,17 @@ class LocalSearchers:
     """
 
     def __init__(
-        self, job: SearchJob, searcher: Searcher, state: SearchState, stopping: Callable[[], bool]
-    ):
+        self, job: SearchJob, searcher: Searcher, state: SearchState,
+        stopping: Callable[[], bool], interrupting: Callable[[], AbstractContextManager[None]],
+    ):  # fmt: skip
+        """Load the weights of `state`. A signal ends searches and evaluations `interrupting`."""
         self.stats = deepcopy(state.stats)
         self._tasks = state.tasks
         self._job = job
         self._stream = job.stream
         self._searcher = searcher
         self._stopping = stopping
+        self._interrupting = interrupting
         self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._weights: Weights | None = None
         self._reference = state.reference
@@ -59,8 +62,11 @@ class LocalSearchers:
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")
             most = self._job.settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
-            with self._work() as searcher:
+            result: SearchResult | None = None
+            with suppress(Interrupted), self._interrupting(), self._work() as searcher:
                 result = searcher.search(prompts, self._job.search_seed(self._tasks))
+            if result is None:  # a resumed run searches these prompts first
+                break
             self._tasks += 1
             self._rejections.add(result.stats)  # first: if it ends the run, no prompt is done
             quarantined = self._stream.done(prompts, result.groups, result.died)
@@ -68,7 +74,8 @@ class LocalSearchers:
             self.stats.add(result.stats)
             groups += result.groups
         self._found = []
-        if self._job.settings.colocate == "sleep" and not self._asleep:
+        # after a stop, requests of an engine may still run, for which `sleep` would wait
+        if self._job.settings.colocate == "sleep" and not (self._asleep or self._stopping()):
             self._asleep = True  # first: after a failure, the engine is woken up
             self._searcher.engine.sleep(keep=self._weights is None)  # otherwise reloaded
         return groups
@@ -114,9 +121,9 @@ class LocalSearchers:
             searcher.reference.load_weights(sent.payload)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
-        with self._work() as searcher:
+        with suppress(Interrupted), self._interrupting(), self._work() as searcher:
             evaluation = evaluate_held_out(searcher, tell=self._job.tell)
-        self._evaluations.append(replace(evaluation, requested=step))
+            self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version
 
     def evaluations(self, finish: bool = False) -> list[Evaluation]:

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import EOS
-from programs import refusal, user
+from programs import ask, refusal, said, user
 from suite import until
 from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
@@ -120,6 +121,45 @@ def test_an_engine_that_samples_at_one_temperature_refuses_others(agent, held, m
     endpoint = Endpoint(searcher.engine, searcher.text)
     url = endpoint.begin(OpenSession(Session("append"), searcher.engine.sampling, 0, 0, 9))
     assert "cannot sample with it" in refusal(url, [user("Say 1")], temperature=0.7)[2]
+    endpoint.close()
+
+
+SCHEMA = {"type": "object", "required": ["a", "b"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
+
+
+def test_an_endpoint_that_trains_nothing_gives_replies_in_a_format(agent, held, monkeypatch):
+    """Where the engine can, and after a schema that it rejects; other engines refuse it."""
+    searcher, _ = held(agent("once", "no", '{"a": 1}', '{"a": 1, "b": 2}'))
+    engine = searcher.engine
+    monkeypatch.setattr(type(engine), "joins_batches", True)  # its errors are those of a request
+    endpoint = Endpoint(engine, searcher.text, trains=False)
+    url = endpoint.begin(OpenSession(Session("append"), engine.sampling, 0, 0, 9))
+    with ThreadPoolExecutor(1) as client:
+
+        def answered(call: Callable[..., Any], **options: Any) -> Any:
+            reply = client.submit(call, url, [user("Say 1")], **options)
+            while not reply.done():
+                endpoint.turns.work(0.05)
+            return reply.result()
+
+        def content(**given: Any) -> str:
+            return said(answered(ask, response_format=given))["content"]
+
+        assert content(type="text") == "no"
+        assert content(type="json_object") == '{"a": 1}'
+        assert content(**FORMAT) == '{"a": 1, "b": 2}'
+        other = {"type": "json_schema", "json_schema": {"schema": {"required": ["c"]}}}
+        status, _, told = answered(refusal, response_format=other)
+        assert (status, "keys ['c']" in told) == (400, True)
+        tool = {"type": "function", "function": {"name": "take"}}
+        assert "leave one out" in answered(refusal, response_format=FORMAT, tools=[tool])[2]
+        assert content(**FORMAT) == '{"a": 1, "b": 2}'
+    endpoint.close()
+    monkeypatch.setattr(type(engine), "constrains", False)
+    endpoint = Endpoint(engine, searcher.text, trains=False)
+    url = endpoint.begin(OpenSession(Session("append"), engine.sampling, 0, 0, 9))
+    assert "needs engine=vllm" in refusal(url, [user("Say 1")], response_format=FORMAT)[2]
     endpoint.close()
 
 

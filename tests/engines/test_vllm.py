@@ -1,6 +1,7 @@
 """The vLLM engine: its checks everywhere; generation and updates where vLLM is installed."""
 
 import gc
+import json
 import sysconfig
 import tempfile
 import tomllib
@@ -33,7 +34,7 @@ from tba.models.pretrained import load_model, load_text
 from tba.open import run
 from tba.runs.folder import METRICS, read
 from tba.setup.setup import check
-from tba.types import Completion, Sampling, collate_tokens
+from tba.types import Completion, Sampling, Turn, collate_tokens
 from tba.weights import Probe, Weights, trained
 
 installed = pytest.mark.skipif(
@@ -44,6 +45,7 @@ PROMPT = prompt_length(VLLM.longest_block)
 TEMPERATURE = 0.7
 SAMPLES = 6
 SAMPLED = Sampling(SAMPLES, TEMPERATURE, 9)
+NUMBERS = json.dumps({"enum": [12, 34, 567]})
 
 
 def pretend_installed(
@@ -390,6 +392,21 @@ def test_a_prompt_that_is_too_long_ends_its_own_call_only(wide_model):
         engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
     ((c, _),) = engine.generate([long_prompts()[0][:50]], Sampling(2, 1.0, 5), seed=1)
     assert 1 <= len(c.tokens) <= 5
+
+
+@installed
+def test_a_turn_with_a_schema_follows_it_and_a_wrong_one_ends_its_own_call_only(wide_model):
+    """One of three numbers, which random weights seldom write."""
+    engine = start(wide_model)
+    turns = [Turn(long_prompts()[0][:20], Sampling(1, 1.0, 9), seed) for seed in range(40)]
+    free = engine.complete(turns)
+    held = engine.complete([replace(turn, schema=NUMBERS) for turn in turns])
+    texts = [[engine.text.decode(c.tokens[:-1]) for c in some] for some in (free, held)]
+    assert {*texts[1]} <= {"12", "34", "567"} and not {*texts[0]} <= {*texts[1]}
+    assert len({*texts[1]}) > 1 and all(c.finished for c in held)
+    with pytest.raises(ValueError, match="vLLM does not accept a request: "):
+        engine.complete([replace(turns[0], schema='{"type": "number", "multipleOf": 3}')])
+    assert engine.complete(turns[:1])[0].tokens.tolist() == free[0].tokens.tolist()
 
 
 @installed

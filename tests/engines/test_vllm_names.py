@@ -8,11 +8,12 @@ import ast
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from conftest import module_at
 import tba.engines
 from tba.engines import vllm
 from tba.engines.vllm import VLLM
-from tba.types import Sampling
+from tba.types import Sampling, Turn
 
 OURS = ast.parse(Path(tba.engines.__file__).with_name("_vllm_api.py").read_text())
 HOMES = {
@@ -38,6 +39,9 @@ READ = {
     "outputs.py": {
         "CompletionOutput": ("token_ids", "logprobs", "finish_reason", "weight_versions")
     },
+    "sampling_params.py": {"StructuredOutputsParams": ("json",)},
+    "config/structured_outputs.py": {"StructuredOutputsConfig": ("backend",)},
+    "engine/arg_utils.py": {"EngineArgs": ("structured_outputs_config",)},
     "v1/executor/uniproc_executor.py": {"UniProcExecutor": ("_distributed_args",)},
     "v1/worker/worker_base.py": {"WorkerBase": ("get_model",)},
     "v1/worker/gpu_worker.py": {"Worker": ("sleep", "wake_up")},
@@ -205,6 +209,43 @@ def test_memory_is_taken_back_in_the_order_of_its_use(api):
         ("load_arrays", ["embedding"], {"head": "embedding"}),
         ("wake_up", ["kv_cache"]),
     ]
+
+
+def test_the_schema_of_a_turn_reaches_vllm(api, tiny_model, monkeypatch):
+    """And is refused by the one backend that is chosen, without an error of the engine."""
+    given: list[Any] = []
+
+    class Client:
+        def add_request(self, key: str, prompt: Any, parameters: Any, lora_request: None) -> None:
+            given.append(parameters["structured_outputs"])
+            if given[-1] == {"json": "wrong"}:
+                raise api.VLLMClientError("no such schema")
+
+        def get_weight_version(self) -> str:
+            return "0"
+
+    for name in ("EngineArgs", "SamplingParams", "StructuredOutputsParams"):
+        monkeypatch.setattr(api, name, dict)
+    monkeypatch.setattr(api, "StructuredOutputsConfig", dict)
+    monkeypatch.setattr(api, "VLLMClientError", type("VLLMClientError", (Exception,), {}))
+    monkeypatch.setattr(api, "tokens_input", list)
+    started = SimpleNamespace(
+        from_engine_args=lambda arguments: given.append(arguments) or Client()
+    )
+    monkeypatch.setattr(api, "LLMEngine", started)
+    stepped = api.SteppedEngine({"model": "m"}, "cpu", 1.0)
+    assert given.pop() == {"model": "m", "structured_outputs_config": {"backend": "xgrammar"}}
+    added: list[Any] = []
+    engine = object.__new__(VLLM)
+    engine.text = setup_of(tiny_model).text
+    engine._batch = cast(Any, SimpleNamespace(run=lambda requests: added.extend(requests) or []))
+    turn = Turn(np.zeros(1, np.int32), Sampling(1, 1.0, 1), 0)
+    engine.complete([turn, replace(turn, schema="{}"), replace(turn, schema="wrong")])
+    for key, request in zip("ab", added, strict=False):
+        stepped.add(key, request)
+    with pytest.raises(ValueError, match="vLLM does not accept a request: no such schema"):
+        stepped.add("c", added[2])
+    assert given == [None, {"json": "{}"}, {"json": "wrong"}]
 
 
 def test_weights_reach_a_worker_in_the_dtype_of_its_engine(api):
