@@ -1,7 +1,7 @@
-"""Take the pictures of reports in docs/, in light and in dark colours.
+"""Take the pictures of reports in docs/, most of them in light and in dark colours.
 
     python scripts/screenshots.py wide=PAGE narrow=PAGE completions=PAGE running=PAGE two=PAGE \\
-        study=PAGE
+        study=PAGE crashed=PAGE six=PAGE agents=PAGE
 
 A digest of the templates is written beside the pictures; a test fails if the templates have changed
 since. Each PAGE is the `index.html` of a report, or its folder; PAGE#ID takes one figure of a
@@ -18,9 +18,14 @@ from typing import Any
 from PIL import Image
 
 DOCS = Path(__file__).parent.parent / "docs"
-SIZES = {"narrow": (375, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1500)}
+SIZES = {
+    "narrow": (375, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1500),
+    "crashed": (1200, 700), "six": (1200, 1500), "agents": (1200, 1000),
+}  # fmt: skip
 OTHER = (1600, 1180)
-PARTS = {"completions": "Completions"}
+LIGHT = ("crashed", "six", "agents")
+"""Pictures in light colours only."""
+PARTS = {"completions": "Completions", "agents": "Completions"}
 """The heading at which a picture begins."""
 COLOURS = 256
 TEMPLATES = DOCS.parent / "tba" / "tools" / "report" / "templates"
@@ -64,7 +69,7 @@ def main(arguments: list[str]) -> None:
             name, _, place = argument.partition("=")
             file, _, part = place.partition("#")
             path = Path(file) / "index.html" if Path(file).is_dir() else Path(file)
-            for scheme in ("light", "dark"):
+            for scheme in ("light",) if name in LIGHT else ("light", "dark"):
                 take(browser, name, path, part, scheme)
         browser.close()
     DIGEST.write_text(digest() + "\n")

@@ -404,14 +404,14 @@ def test_a_difference_is_paired_by_prompt_and_marked_above_two_standard_errors(t
     html = report(runs, tmp_path / "both").read_text()
     heads, row = table(html, "differences")
     assert heads == ["run", "same step", "best step"] and row[0] == "b − a"
-    assert row[1] == "+37.5% ± 12.5% ★ (step 12, paired over 4 prompts)"
+    assert row[1] == "+37.5% ± 12.5% ★ b is better (step 12, paired over 4 prompts)"
     assert "One seed of each setting" in html
     write_scores(runs[1], "same", [0.5, None, 1.0, 0.0])
     _, row = table(report(runs, tmp_path / "both").read_text(), "differences")
-    assert row[1] == "+16.7% ± 33.3% (step 12, paired over 3 prompts)"
+    assert row[1] == "+16.7% ± 33.3%, not clear (step 12, paired over 3 prompts)"
     write_scores(runs[1], "other", [0.5, 0.75, 1.0, 0.5])
     _, row = table(report(runs, tmp_path / "both").read_text(), "differences")
-    assert row[1] == "+0.0% ± 99.0% (step 12, not paired)"
+    assert row[1] == "+0.0% ± 99.0%, not clear (step 12, not paired)"
 
 
 def test_runs_of_different_tasks_are_not_compared(tmp_path):

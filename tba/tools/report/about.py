@@ -29,21 +29,38 @@ def main_settings(config: Mapping[str, Row], sessions: Sequence[Row]) -> dict[st
     }
 
 
-def best_checkpoint(run: Path, evaluations: pd.DataFrame, measure: str) -> tuple[str, str]:
-    """Return the best evaluation as text, and the command that exports its checkpoint.
-
-    If the run has not kept that checkpoint, the command is empty. Step 0 is left out.
-    """
+def best_evaluation(evaluations: pd.DataFrame, measure: str) -> Row | None:
+    """Return the best evaluation after step 0, if there is one."""
     column, _ = names(measure, "sampled")
     trained = evaluations[evaluations["step"] > 0]
     if column not in trained or trained[column].isna().all():
+        return None
+    return trained.loc[trained[column].idxmax()].to_dict()
+
+
+def best_step(evaluations: pd.DataFrame, measure: str) -> str:
+    """Return the step of the best evaluation, with its score."""
+    best = best_evaluation(evaluations, measure)
+    return "–" if best is None else f"{best['step']:,.0f}: {score(best, measure, 'sampled')}"
+
+
+def typed(run: Path) -> Path:
+    """Return the path of a run as it is typed: relative if it is in the current folder."""
+    here = Path.cwd()
+    return run.relative_to(here) if run.is_relative_to(here) else run
+
+
+def best_checkpoint(run: Path, evaluations: pd.DataFrame, measure: str) -> tuple[str, str]:
+    """Return the best evaluation as text, and the command that exports its checkpoint.
+
+    If the run has not kept that checkpoint, the command is empty.
+    """
+    best = best_evaluation(evaluations, measure)
+    if best is None:
         return "", ""
-    best = trained.loc[trained[column].idxmax()]
     step = int(best["step"])
-    text = f"step {step:,}: {measure} {score(best.to_dict(), measure, 'sampled')}"
+    text = f"Best checkpoint: step {step:,}: {measure} {score(best, measure, 'sampled')}"
     kept = {step_of(generation) for generation in generations(run / CHECKPOINTS)}
     if step not in kept:
         return f"{text}; its checkpoint was not kept (checkpoint.keep_best=true)", ""
-    here = Path.cwd()
-    shown = run.relative_to(here) if run.is_relative_to(here) else run
-    return text, f"tba export {quote(str(shown))} FOLDER --step {step}"
+    return text, f"tba export {quote(str(typed(run)))} FOLDER --step {step}"

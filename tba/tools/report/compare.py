@@ -85,9 +85,10 @@ def _difference(first: Evaluated, other: Evaluated, steps: tuple[int, int], meas
         how = "not paired"
     form = "{:+.1%}" if measure == "pass@1" else "{:+.3f}"
     text = with_stderr(value, error, form).replace("±\N{NO-BREAK SPACE}+", "±\N{NO-BREAK SPACE}")
-    star = STAR if abs(value) > CLEAR * error else ""
-    at = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[1]} − {steps[0]}"
-    return f"{text}{star} ({at}, {how})"
+    better = other.name if value > 0 else first.name
+    told = f"{STAR} {better} is better" if abs(value) > CLEAR * error else ", not clear"
+    at = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[1]} against {steps[0]}"
+    return f"{text}{told} ({at}, {how})"
 
 
 def _paired(first: Evaluated, other: Evaluated, steps: tuple[int, int]) -> tuple[float, float, str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ import pandas as pd
 
 from tba.display import duration
 from tba.runs.folder import (
+    CHECKPOINTS,
     CONFIG,
     METRICS,
     SAMPLES,
@@ -25,10 +27,12 @@ from tba.runs.folder import (
     read,
     read_optional,
     read_warnings,
+    resumes,
 )
+from tba.runs.generations import generations
 from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
-from tba.tools.report.about import best_checkpoint, main_settings
+from tba.tools.report.about import best_checkpoint, best_step, main_settings, typed
 from tba.tools.report.compare import Evaluated, compare, read_by_prompt
 from tba.tools.report.page import (
     MODES,
@@ -201,6 +205,11 @@ class Charts:
         return charts
 
 
+def by_label(label: str, rows: Mapping[str, Mapping[str, str]]) -> pd.DataFrame:
+    """Return a table of the rows of each run, with the name of a row in the column `label`."""
+    return pd.DataFrame(rows).reset_index(names=label, allow_duplicates=True)
+
+
 def columns(table: pd.DataFrame) -> dict[str, list[float | None]]:
     """Return the non-empty columns of a table, averaged to at most `POINTS` rows."""
     if len(table) > POINTS:
@@ -231,10 +240,17 @@ class Record:
     """The settings that were changed, and what was done with stored rewards."""
     path: Path
 
-    def what(self, measure: str) -> tuple[Mapping[str, str], tuple[str, str]]:
-        """Return the main settings, and the best checkpoint with the command that exports it."""
-        best = best_checkpoint(self.path, self.evaluations, measure)
-        return main_settings(self.config, self.sessions), best
+    def what(self) -> Mapping[str, str]:
+        """Return the main settings by label."""
+        return main_settings(self.config, self.sessions)
+
+    def next_steps(self, measure: str) -> list[tuple[str, str]]:
+        """Return what may be done with the run, and the command, which may be empty."""
+        found = [best_checkpoint(self.path, self.evaluations, measure)]
+        has_ended = self.totals["status"] in ("stopped", "crashed")
+        if has_ended and generations(self.path / CHECKPOINTS):
+            found.append(("To continue the run:", resumes(typed(self.path))))
+        return [(text, command) for text, command in found if text]
 
     def evaluated(self) -> Evaluated:
         """Return what a comparison needs."""
@@ -261,11 +277,11 @@ class Record:
         done = self.steps["step"].iloc[-1]
         planned = self.config["run"]["steps"]
         return {
+            "Steps": f"{done:,.0f} of {planned:,} ({self.totals['status']})",
+            "Time": duration(self.totals["seconds"]),
             **texts,
             "Evaluated at step": " → ".join(f"{e['step']:,.0f}" for e in ends) or "–",
             "Training reward, first → last tenth": " → ".join(fitted(v, "{:.3f}") for v in tenths),
-            "Steps": f"{done:,.0f} of {planned:,} ({self.totals['status']})",
-            "Time": duration(self.totals["seconds"]),
         }
 
     def facts(self) -> Mapping[str, str]:
@@ -427,18 +443,21 @@ def report_runs(runs: Sequence[Path], out: Path | None = None, reload: float = 0
     measures = measures_of([record.evaluations for record in records])
     charts = Charts([t for record in records for t in (record.steps, record.evaluations)])
     title = f"Comparison of {len(paths)} runs" if len(paths) > 1 else records[0].name
-    headline = [{"run": r.name, **r.headline(measures)} for r in records]
+    headline = [
+        {"run": r.name, **r.headline(measures), "Best step": best_step(r.evaluations, measures[""])}
+        for r in records
+    ]
     headline += [{"run": name, "Steps": "no metrics yet"} for name in begun]
-    about = {r.name: {**(r.what("reward")[0] if records[1:] else {}), **r.facts()} for r in records}
-    facts = pd.DataFrame(about).reset_index(names="fact", allow_duplicates=True)
+    what = by_label("setting", {r.name: r.what() for r in records})
+    facts = by_label("fact", {r.name: r.facts() for r in records})
     keys = pd.DataFrame({r.name: r.settings for r in records}).drop(index="run.folder").fillna("–")
     verdict, notes = compare([r.evaluated() for r in records], measures[""])
     take_turns = all(r.config["runtime"]["use"] == "local" for r in records)
-    differing = keys[keys.nunique(axis=1) > 1]
+    differing = {r.name: keys[keys.nunique(axis=1) > 1][r.name] for r in records}
     values = {
         "title": title, "compared": len(paths) > 1, "runs": records,
-        "headline": pd.DataFrame(headline).fillna("–"), "facts": facts,
-        "differences": differing.reset_index(names="key", allow_duplicates=True),
+        "headline": pd.DataFrame(headline).fillna("–"), "what": what, "facts": facts,
+        "differences": by_label("key", differing), "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "measures": measures, "verdict": verdict, "notes": notes,
         "axes": AXES, "panels": charts.panels(take_turns), "reward": asdict(reward_chart()),
         "sections": charts.sections(), "others": OTHERS,
