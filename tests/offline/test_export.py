@@ -12,8 +12,10 @@ from build import config, make, resumes_exactly
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import tba
+from tba.cli import app
 from tba.offline.eval import Result, _model_name, evaluate_run, export
 from tba.open import run
 from tba.runs.checkpoint import newest
@@ -51,6 +53,18 @@ def test_an_exported_model_has_a_card(ended, tmp_path):
     assert not [name for name in shown if "stderr" in name or "seconds" in name]
     assert "96 trained on" in text
     assert card.data.library_name == "transformers" and card.data.base_model is None
+
+
+def test_export_and_eval_say_what_they_did_in_one_line(ended, tmp_path):
+    """The line of `eval` is on the standard error, since its scores are JSON for programs."""
+    out = tmp_path / "out"
+    exported = CliRunner().invoke(app, ["export", str(ended), str(out), "--step", "6"])
+    assert exported.output == f"exported the model of {ended} to {out}\n"
+    evaluated = CliRunner().invoke(app, ["eval", str(ended), "eval.prompts=3"])
+    scores = json.loads(evaluated.stdout)
+    told = f"evaluated {scores['model']} on 3 held-out prompts: pass@1 sampled"
+    assert evaluated.stderr.splitlines()[-1].startswith(told)
+    assert evaluated.stderr.count(f"{scores['sampled_pass@1']:.3f} ± ") == 1
 
 
 def test_a_checkpoint_that_was_not_evaluated_says_so(ended, tmp_path):

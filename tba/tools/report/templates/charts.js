@@ -255,6 +255,9 @@ document.querySelectorAll("main h2").forEach((head, i) => {
   contents.append(element("a", { href: `#part-${i}` }, head.textContent));
 });
 
+const style = document.documentElement.style; // the names of runs stay below the contents
+new ResizeObserver(() => style.setProperty("--contents", `${contents.offsetHeight}px`)).observe(contents);
+
 // Move the cursor of a chart by 1/50 of its points, and announce the values there.
 function moveCursor(event, place) {
   const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key], plot = charts.get(place);

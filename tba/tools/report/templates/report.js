@@ -7,6 +7,13 @@ let matching = [], shownGroups = 0;
 // Steps between the weights that started a completion and the weights that the batch trained.
 const ageOf = (completion) => Math.max(0, completion.step - 1 - completion.version);
 
+// Compare the rewards of two completions in the chosen order; what has no reward comes last.
+function byReward(a, b) {
+  const sign = { high: -1, low: 1 }[filter.elements.order.value] ?? 0;
+  const [x, y] = [a, b].map(({ reward }) => (reward === null ? Infinity : sign * reward));
+  return sign && (x < y ? -1 : +(x > y));
+}
+
 // Groups with completions that pass the filter, and these completions.
 function matches() {
   const wanted = Object.fromEntries(new FormData(filter));
@@ -27,10 +34,8 @@ function matches() {
       if (kept.length) found.push({ run, group, kept });
     }
   });
-  if (!wanted.order) return found;
-  const sign = wanted.order === "high" ? -1 : 1;
-  const first = ({ kept }) => Math.min(...kept.map((c) => (c.reward === null ? Infinity : sign * c.reward)));
-  return found.sort((a, b) => (first(a) < first(b) ? -1 : +(first(a) > first(b))));
+  const first = ({ kept }) => kept.toSorted(byReward)[0];
+  return found.sort((a, b) => byReward(first(a), first(b)));
 }
 
 // Merge equal answers to a prompt: within a batch, or in consecutive evaluations.
@@ -83,7 +88,7 @@ function shownColumns(columns, answer) {
 function shownGroup({ run, group, kept }, whole) {
   const origin = group.kind === "eval" ? "held-out prompt" : `batch of step ${group.completions[0].step}`;
   const heading = [several ? run.name : "", origin, group.id && group.id !== group.prompt ? `row ${group.id}` : ""];
-  const all = merged(group, kept), counts = new Map();
+  const all = merged(group, kept).sort(byReward), counts = new Map();
   for (const c of all) counts.set(c.reward, (counts.get(c.reward) ?? 0) + c.count);
   const rewards = [...counts].sort(([a], [b]) => b - a).map(([reward, count]) => badge(reward, run, count));
   return element("article", { className: "card group" },
