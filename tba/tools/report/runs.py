@@ -246,18 +246,19 @@ class Record:
 
     def next_steps(self, measure: str) -> list[tuple[str, str]]:
         """Return what may be done with the run, and the command, which may be empty."""
-        found = [best_checkpoint(self.path, self.evaluations, measure)]
-        has_ended = self.totals["status"] in ("stopped", "crashed")
-        if has_ended and generations(self.path / CHECKPOINTS):
-            found.append(("To continue the run:", resumes(typed(self.path))))
+        found = []
+        status = self.totals["status"]
+        if status in ("stopped", "crashed") and generations(self.path / CHECKPOINTS):
+            found.append((f"The run has {status}. To continue it:", resumes(typed(self.path))))
+        found.append(best_checkpoint(self.path, self.evaluations, measure))
         return [(text, command) for text, command in found if text]
 
     def evaluated(self) -> Evaluated:
         """Return what a comparison needs."""
-        folder = self.config["run"]["folder"]  # data from Python are in a file there
-        left_out = ("run.seed", "trainer.token_budget")
-        settings = {k: v for k, v in self.settings.items() if k not in left_out and folder not in v}
-        task = {k: v for k, v in self.config["task"].items() if folder not in str(v)}
+        own = f"{flat(self.config)['run.folder']}/"  # data from Python are in a file there
+        left_out = ("run.seed", "run.folder", "trainer.token_budget")
+        settings = {k: v for k, v in self.settings.items() if k not in left_out and own not in v}
+        task = {k: v for k, v in self.config["task"].items() if own not in str(v)}
         table = self.evaluations.set_index("step")
         return Evaluated(self.name, task, json.dumps(settings), table, read_by_prompt(self.path))
 
@@ -278,7 +279,7 @@ class Record:
         planned = self.config["run"]["steps"]
         return {
             "Steps": f"{done:,.0f} of {planned:,} ({self.totals['status']})",
-            "Time": duration(self.totals["seconds"]),
+            "Time": duration(self.totals["seconds"]).replace(" ", "\N{NO-BREAK SPACE}"),
             **texts,
             "Evaluated at step": " → ".join(f"{e['step']:,.0f}" for e in ends) or "–",
             "Training reward, first → last tenth": " → ".join(fitted(v, "{:.3f}") for v in tenths),
