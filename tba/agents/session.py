@@ -19,6 +19,7 @@ import numpy as np
 
 from tba.agents.chat import CALL, Chat
 from tba.agents.wire import ChatRequest, RefusedError, completion, message_of
+from tba.errors import EngineError
 from tba.models.template import THOUGHTS, normalised, text_of, with_names
 from tba.prompt import Message
 from tba.streams import Use, seed_of
@@ -328,8 +329,10 @@ class Turns:
         try:
             completions = self._run([turn for turn, _ in wanted])
         except BaseException as error:
+            # an event loop that awaits a KeyboardInterrupt would end
+            shown = error if isinstance(error, Exception) else EngineError("a signal ended it")
             for _, future in wanted:
-                future.set_exception(error)
+                future.set_exception(shown)
             raise
         for (_, future), sampled in zip(wanted, completions, strict=True):
             future.set_result(sampled)

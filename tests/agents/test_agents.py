@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -21,8 +22,9 @@ import pytest
 from conftest import EOS
 from programs import ask, refusal, said, user
 from suite import until
-from talk import TESTS, agent_config, call, dialogue_config, dialogue_model, held_sessions
+from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
+import tba.runs.stop
 from tba.agents.endpoint import Agents, Endpoint, OpenSession
 from tba.agents.session import Session
 from tba.errors import EngineError, SearchError
@@ -122,6 +124,24 @@ def test_an_engine_that_samples_at_one_temperature_refuses_others(agent, held, m
     url = endpoint.begin(OpenSession(Session("append"), searcher.engine.sampling, 0, 0, 9))
     assert "cannot sample with it" in refusal(url, [user("Say 1")], temperature=0.7)[2]
     endpoint.close()
+
+
+def test_a_signal_ends_sessions_quietly(agent, monkeypatch, capfd):
+    """The run is saved, and nothing of the endpoint fails."""
+
+    def stop(self: Script, *given: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal has ended nothing")
+
+    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
+    config = agent("once", "1", settings=["objective=tb"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Script, "generate", stop)
+        stopped = run(config)
+    told = capfd.readouterr().err
+    assert (stopped.steps, stopped.finished) == (0, False) and "stopping" in told
+    assert "Traceback" not in told and "Exception" not in told
+    assert run(config, Path(config.run.folder)).finished
 
 
 SCHEMA = {"type": "object", "required": ["a", "b"]}

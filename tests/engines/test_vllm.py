@@ -395,6 +395,7 @@ def test_a_prompt_that_is_too_long_ends_its_own_call_only(wide_model):
 
 
 @installed
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
 def test_a_turn_with_a_schema_follows_it_and_a_wrong_one_ends_its_own_call_only(wide_model):
     """One of three numbers, which random weights seldom write."""
     engine = start(wide_model)

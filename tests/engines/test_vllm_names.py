@@ -130,7 +130,7 @@ def test_classes_have_these_fields(tiny_model, monkeypatch):
         if isinstance(node, ast.Call) and name == "SamplingParams":
             given = {keyword.arg for keyword in node.keywords}
             assert given <= members(class_of(HOMES[name], name))
-    monkeypatch.setattr(vllm, "Batch", lambda *given: None)
+    monkeypatch.setattr(vllm, "RunningBatch", lambda *given: None)
     parts = setup_of(tiny_model)
     for device in ("cpu", "cuda:0"):
         engine = VLLM(parts.config.policy, parts.text, device, False, Sampling(4, 1.0, 5))
@@ -229,6 +229,7 @@ def test_the_schema_of_a_turn_reaches_vllm(api, tiny_model, monkeypatch):
     monkeypatch.setattr(api, "StructuredOutputsConfig", dict)
     monkeypatch.setattr(api, "VLLMClientError", type("VLLMClientError", (Exception,), {}))
     monkeypatch.setattr(api, "tokens_input", list)
+    monkeypatch.setattr(api, "RequestOutputKind", SimpleNamespace(FINAL_ONLY=2))
     started = SimpleNamespace(
         from_engine_args=lambda arguments: given.append(arguments) or Client()
     )
