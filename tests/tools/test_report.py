@@ -414,6 +414,25 @@ def test_a_difference_is_paired_by_prompt_and_marked_above_two_standard_errors(t
     assert row[1] == "+0.0% ± 99.0%, not clear (step 12, not paired)"
 
 
+def test_runs_that_differ_in_the_seed_have_one_setting(tmp_path):
+    """Also where their folders are shown relative to the folder in which they were started."""
+    runs = [write(tmp_path / name) for name in ("a", "b", "c")]
+    for seed, path in enumerate(runs):
+        config = json.loads((path / CONFIG).read_text())
+        config["run"] |= {"seed": min(seed, 1), "base": str(tmp_path)}
+        config["objective"]["beta"] = 0.5 if seed == 2 else 0.02
+        (path / CONFIG).write_text(json.dumps(config))
+    assert "Seeds of the 2 settings: 2, 1." in report(runs, tmp_path / "all").read_text()
+
+
+def test_a_run_that_crashed_says_how_to_continue(tmp_path):
+    run = write(tmp_path / "run", steps=4, evaluations=(0,))
+    assert "To continue it" not in report([run]).read_text()  # it has saved nothing
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    html = report([run]).read_text()
+    assert "4 of 12 (crashed)" in html and f"<code>tba train --resume {run}</code>" in html
+
+
 def test_runs_of_different_tasks_are_not_compared(tmp_path):
     runs = [write(tmp_path / name) for name in ("a", "b")]
     config = json.loads((runs[1] / CONFIG).read_text())

@@ -101,6 +101,7 @@ function shownGroup({ run, group, kept }, whole) {
 function showMore() {
   const whole = filter.elements.whole.checked, next = matching.slice(shownGroups, shownGroups + GROUPS);
   document.getElementById("groups").append(...next.map((match) => shownGroup(match, whole)));
+  for (const prompt of document.querySelectorAll(".group > .text")) prompt.scrollTop = prompt.scrollHeight; // the question is at its end
   shownGroups += next.length;
   more.hidden = shownGroups === matching.length;
 }
