@@ -41,9 +41,9 @@ class SteppedEngine:
         # a fixed backend refuses what it does not support; vLLM's default hands it to another one,
         # which fails while it generates if the first backend is in use
         schemas = StructuredOutputsConfig(backend="xgrammar")
-        given = EngineArgs(**arguments, structured_outputs_config=schemas)
         try:
             with torch.random.fork_rng():
+                given = EngineArgs(**arguments, structured_outputs_config=schemas)
                 self._engine = LLMEngine.from_engine_args(given)
         finally:
             torch.set_num_threads = set_num_threads
