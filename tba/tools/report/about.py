@@ -1,14 +1,19 @@
 """What was run: the main settings of a run, and its best checkpoint with the export command."""
 
+import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from shlex import quote
 
 import pandas as pd
 
-from tba.runs.folder import CHECKPOINTS, Row
+from tba.runs.folder import CHECKPOINTS, Row, flat
 from tba.runs.generations import generations, step_of
 from tba.tools.report.page import names, score
+
+Span = tuple[int, int, Mapping[str, str]]
+"""First and last step of a part of a run, and its settings as JSON by `table.key`."""
 
 
 def main_settings(config: Mapping[str, Row], sessions: Sequence[Row]) -> dict[str, str]:
@@ -64,3 +69,32 @@ def best_checkpoint(run: Path, evaluations: pd.DataFrame, measure: str) -> tuple
     if step not in kept:
         return f"{text}; its checkpoint was not kept (checkpoint.keep_best=true)", ""
     return text, f"tba export {quote(str(typed(run)))} FOLDER --step {step}"
+
+
+def spans_of(sessions: Sequence[Row], newest: int, config: Row) -> list[Span]:
+    """Return the parts of a run. Repeated steps belong to the later session."""
+    spans: list[Span] = []
+    rewards: dict[str, str] = {}
+    for place, session in enumerate(sessions):
+        begin = session["step"]
+        end = min([newest, *(later["step"] for later in sessions[place + 1 :])])
+        if session.get("rewards"):
+            rewards = {"rewards": f"{session['rewards']} at step {begin}"}
+        if begin < end:
+            settings = flat(session.get("config", config))
+            texts = {key: json.dumps(value) for key, value in settings.items()}
+            spans.append((begin + 1, end, {**texts, **rewards}))
+    return spans
+
+
+def changed_settings(spans: Sequence[Span]) -> dict[str, str]:
+    """Return the settings that differ between parts of a run, each value with its steps."""
+    changed = {}
+    for key in dict.fromkeys(key for _, _, settings in spans for key in settings):
+        values = []
+        for value, group in groupby(spans, key=lambda span: span[2].get(key, "–")):
+            same = list(group)
+            values.append(f"{value} (steps {same[0][0]}–{same[-1][1]})")
+        if len(values) > 1:
+            changed[key] = ", then ".join(values)
+    return changed

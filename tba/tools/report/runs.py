@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from math import ceil, isnan
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,14 @@ from tba.runs.folder import (
 from tba.runs.generations import generations
 from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
-from tba.tools.report.about import best_checkpoint, best_step, main_settings, typed
+from tba.tools.report.about import (
+    best_checkpoint,
+    best_step,
+    changed_settings,
+    main_settings,
+    spans_of,
+    typed,
+)
 from tba.tools.report.compare import Evaluated, compare, read_by_prompt
 from tba.tools.report.page import (
     MODES,
@@ -61,10 +67,6 @@ SHARES = {"pass@1", "win_rate", "finished", "rejected"}
 LAG = ("off_policy/lag_mean", "off_policy/lag_max")
 WAITS = {"trainer_wait_fraction": "wait/trainer", "searcher_wait_fraction": "wait/searchers"}
 """Fractions in `summary.json`, and the corresponding metrics of each step."""
-
-
-Span = tuple[int, int, Mapping[str, str]]
-"""First and last step of a part of a run, and its settings as JSON by `table.key`."""
 
 
 @dataclass(frozen=True)
@@ -363,8 +365,8 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         evaluations["step"], [0, *steps["step"]], generated
     )
     sessions = read(path / SESSIONS)
-    spans = _spans(sessions or [{"step": 0}], int(steps["step"].iloc[-1]), config)
-    changed = _changed(spans)
+    spans = spans_of(sessions or [{"step": 0}], int(steps["step"].iloc[-1]), config)
+    changed = changed_settings(spans)
     return Record(
         name=name,
         colour=colour,
@@ -379,35 +381,6 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
         changed=changed,
         path=path,
     )
-
-
-def _spans(sessions: Sequence[Row], newest: int, config: Row) -> list[Span]:
-    """Return the parts of a run. Repeated steps belong to the later session."""
-    spans: list[Span] = []
-    rewards: dict[str, str] = {}
-    for place, session in enumerate(sessions):
-        begin = session["step"]
-        end = min([newest, *(later["step"] for later in sessions[place + 1 :])])
-        if session.get("rewards"):
-            rewards = {"rewards": f"{session['rewards']} at step {begin}"}
-        if begin < end:
-            settings = flat(session.get("config", config))
-            texts = {key: json.dumps(value) for key, value in settings.items()}
-            spans.append((begin + 1, end, {**texts, **rewards}))
-    return spans
-
-
-def _changed(spans: Sequence[Span]) -> dict[str, str]:
-    """Return the settings that differ between parts of a run, each value with its steps."""
-    changed = {}
-    for key in dict.fromkeys(key for _, _, settings in spans for key in settings):
-        values = []
-        for value, group in groupby(spans, key=lambda span: span[2].get(key, "–")):
-            same = list(group)
-            values.append(f"{value} (steps {same[0][0]}–{same[-1][1]})")
-        if len(values) > 1:
-            changed[key] = ", then ".join(values)
-    return changed
 
 
 def _totals(path: Path, steps: pd.DataFrame) -> Row:
