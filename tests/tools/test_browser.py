@@ -362,7 +362,8 @@ def test_a_table_is_sorted_and_downloaded(browser, demo, spiky, tmp_path):
             page.locator("button[title='Download before and after as CSV']").click()
         lines = Path(download.value.path()).read_text().splitlines()
         assert download.value.suggested_filename == "before_and_after.csv"
-        assert lines[0].startswith('"run","Held-out pass@1, sampled",') and len(lines) == 3
+        assert lines[0].startswith('"run","Steps","Time","Held-out pass@1, sampled",')
+        assert len(lines) == 3
         assert lines[1].startswith('"demo","') and lines[2].startswith('"\'=1+1","')
 
 
