@@ -1,6 +1,7 @@
 """Measure a publication of weights: how long it blocks the trainer, and until it is adopted.
 
     python benchmarks/publish.py            # a model in SmolLM2-135M's shape; two minutes, 6 GB
+    python benchmarks/publish.py --ranks 2  # the trainer is divided over two processes (gloo)
     python benchmarks/publish.py --tiny     # a tiny one, in seconds
 
 A trainer with random weights publishes to one idle searcher process with the transformers engine,
@@ -13,9 +14,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from _measure import Row, arguments, in_bf16, machine, progress, record, row
@@ -42,8 +42,8 @@ class Measured:
     adopted: list[float] = field(default_factory=list)
     synchronous: list[float] = field(default_factory=list)
 
-    def rows(self, name: str) -> list[Row]:
-        name = f"publish {self.megabytes:.0f} MB {name}"
+    def rows(self, name: str, ranks: int) -> list[Row]:
+        name = f"publish {self.megabytes:.0f} MB {name}{f', {ranks} ranks' if ranks > 1 else ''}"
         loaded = [a - s for a, s in zip(self.adopted, self.sent, strict=True)]
         return [
             row(
@@ -58,7 +58,9 @@ class Measured:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the trainer")
+    options = parser.parse_args()
     machine()  # before a run pins this process to the cores of its trainer
     bind_ray(None)  # before `no_searches` imports Ray
     rows = []
@@ -66,16 +68,17 @@ def main() -> None:
         model = Path(folder) / "model"
         save_random(model, TINY if options.tiny else SMOLLM2_135M)
         for name, autocast in (("fp32", "off"), ("bf16", "bf16"))[: 1 + in_bf16()]:
-            given = config(model, Path(folder) / name, autocast)
+            given = config(model, Path(folder) / name, autocast, options.ranks)
             with no_searches(), open_run(given) as run:
-                rows += measure(run, options.repeats).rows(name)
+                rows += measure(run, options.repeats).rows(name, options.ranks)
     record(__file__, rows, options)
 
 
-def config(model: Path, folder: Path, autocast: str) -> Config:
+def config(model: Path, folder: Path, autocast: str, ranks: int) -> Config:
     settings = [f"policy.model={model}", f"run.folder={folder}", f"policy.autocast={autocast}"]
     settings += ["task=arithmetic", "eval.prompts=0", "runtime.use=ray", "sampling.max_tokens=16"]
     settings += ["sampling.samples=2", "trainer.batch_size=4", "trainer.group_size=2"]
+    settings += [f"trainer.devices={ranks}"]
     return load(None, [*settings, "log.console=off", "log.report_to=[]"])
 
 
@@ -96,14 +99,12 @@ class no_searches:
 
 def measure(run: Run, repeats: int) -> Measured:
     """Take one step, which makes a probe, and publish: first once to warm up, then to measure."""
-    trainer: Any = run.trainer
-    trainer.setup = replace(trainer.setup, checks_reference=False)  # no model gave their log-probs
-    trainer.step(collate(groups()), 0)
+    run.trainer.step(collate(groups()), 1)  # step 0 compares log-probs, which no model has given
     measured = Measured()
     for turn in range(-1, repeats):
         blocked, sent, adopted = publish(run, version=turn + 2)
         started = time.perf_counter()
-        measured.megabytes = run.trainer.copy(version=0)().nbytes / 1e6  # nobody keeps its memory
+        measured.megabytes = run.trainer.send(version=0).nbytes / 1e6  # nobody keeps its memory
         synchronous = time.perf_counter() - started
         progress("blocked", turn + 1, repeats, blocked)
         progress("adopted", turn + 1, repeats, adopted)

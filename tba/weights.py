@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -67,12 +67,22 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def published(tensors: Mapping[str, Tensor], bf16: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors one at a time, in fp32 or rounded to bf16: all ranks must iterate.
+    """Yield tensors one at a time, in fp32 or rounded to bf16; of a sharded one, this rank's rows.
 
     A tensor that already has that precision is not copied.
     """
+    from torch.distributed.tensor import DTensor
+
     for name, tensor in tensors.items():
-        yield name, whole(tensor.detach().to(torch.bfloat16 if bf16 else torch.float32))
+        own = tensor.detach()
+        own = own.to_local() if isinstance(own, DTensor) else own
+        yield name, own.to(torch.bfloat16 if bf16 else torch.float32)
+
+
+def joined(parts: "Sequence[Weights]") -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors one at a time, given the rows that each rank published, in order."""
+    for name in parts[0].arrays:
+        yield name, torch.cat([as_tensor(part.arrays[name]) for part in parts])
 
 
 def as_view(tensor: Tensor) -> np.ndarray:

@@ -134,12 +134,23 @@ def beginning(model: Path, settings: tuple[str, ...], rank: int) -> dict[str, to
 
 
 def sent(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> list[Weights]:
-    """Return what a rank sends after two steps, and after two more: weights, and a reference."""
+    """Return a rank's rows after two steps, and after two more: weights, and a reference.
+
+    They are copied before a step that changes all weights, and sent after it.
+    """
     t = divided(model, settings, rank)
     every = []
     for version in (2, 4):
         gradients(t, [batch, batch], [10_000, 10_000])
-        every += [t.send(version).payload, t.reference(version).payload]
+        copies = [t.copy_rows(version), t.copy_reference_rows(version)]
+        before = [p.detach().clone() for p in t.policy.parameters()]
+        with torch.no_grad():
+            for parameter in t.policy.parameters():
+                parameter.add_(1.0)
+        every += [send().payload for send in copies]
+        with torch.no_grad():
+            for parameter, old in zip(t.policy.parameters(), before, strict=True):
+                parameter.copy_(old)
     return every
 
 

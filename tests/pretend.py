@@ -88,6 +88,7 @@ class Pretended:
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
         self._tags: dict[int, tuple[str, StorageWeakRef]] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
         self._own = threading.local()
 
     def __enter__(self) -> "Pretended":
@@ -117,6 +118,13 @@ class Pretended:
                 return "meta"
             found = self._tags.get(tensor.untyped_storage()._cdata)
         return "cpu" if found is None else found[0]
+
+    def pin(self, tensor: T) -> None:
+        storage = tensor.untyped_storage()
+        self._pinned[storage._cdata] = StorageWeakRef(storage)
+
+    def is_pinned(self, tensor: T) -> bool:
+        return tensor.untyped_storage()._cdata in self._pinned
 
     @property
     def context(self) -> str | None:
@@ -229,9 +237,12 @@ class _Functions(TorchFunctionMode):
         tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, T)]
         if func in FACTORIES and tensors and wanted:  # such as as_tensor of a tensor
             return self.move(T.to, (tensors[0], CUDA if wanted == "cuda" else CPU), {})
+        is_pinned = func in FACTORIES and kwargs.pop("pin_memory", False)
         on_cuda = any(gpu.of(t) == "cuda" for t in tensors)
         with gpu.within(wanted or ("cuda" if on_cuda else "cpu")):
             result = func(*args, **kwargs)
+        if is_pinned:
+            gpu.pin(result)
         if wanted and isinstance(result, T) and gpu.of(result) not in (wanted, "meta"):
             gpu.tag(result, wanted)
         return result
@@ -322,7 +333,9 @@ class _Operators(TorchDispatchMode):
         by_mask = name in INDEXING and any(t is not None and t.dtype in masks for t in args[1])
         gpu.waits[_where()] += name in WAITING or by_mask
         if name == "aten::copy_" and tags[0] != tags[1] and "any" not in tags:
-            gpu.copied(tags[0] == "cuda", tags[0] == "cpu" or args[2:3] != (True,))
+            to_cuda = tags[0] == "cuda"
+            waits = args[2:3] != (True,) or not (to_cuda or gpu.is_pinned(tensors[0]))
+            gpu.copied(to_cuda, waits)
         if name in CROSSING or "cpu" not in tags:
             return
         if name in INDEXING and tags[0] == "cuda":

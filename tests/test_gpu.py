@@ -132,7 +132,7 @@ def test_a_step_is_that_of_the_cpu(layout, kind, monkeypatch):
     if layout == "cached":
         monkeypatch.setattr(layouts, "PACKED_TOKENS", 0)
     settings, limits = KINDS[kind]
-    assert layouts.plan_of(batch(), layout != "plain", can_pack=True).layout == layout
+    assert layouts.plan_of(batch(), layout != "plain", packing="short").layout == layout
     settings = (*in_layout, *settings)
     found = stepped(trainer(DEVICE, *settings))
     if limits is EXACT:

@@ -135,6 +135,17 @@ def test_a_publication_waits_once_a_tensor(tiny_model, pretend):
     assert pretend.waits.total() == len(tensors) + 1, +pretend.waits  # and for the probe
 
 
+def test_a_copy_on_the_host_waits_once_for_all_its_tensors(tiny_model, tmp_path, pretend):
+    """A checkpoint, and the rows that a rank publishes, go through pinned memory."""
+    own = on_cuda(tiny_model)
+    own.step(drawn(), 1)
+    copies = {"checkpoint": lambda: own.save(tmp_path), "rows": lambda: own.copy_reference_rows(2)}
+    for name, copy in copies.items():
+        pretend.clear()
+        copy()
+        assert pretend.waits.total() == 1 < pretend.copies.total(), (name, +pretend.waits)
+
+
 def test_state_and_copies_stay_on_the_device(tiny_model, tmp_path, pretend):
     own = on_cuda(tiny_model)
     own.step(drawn(), 1)

@@ -168,10 +168,10 @@ class PolicyTable(Table):
     autocast: Literal["auto", "bf16", "off"] = key(
         "auto", "compute in bf16 over fp32 weights; auto: where bf16 is faster"
     )
-    attention: Literal["auto", "eager", "sdpa"] = key(
+    attention: Literal["auto", "eager", "sdpa", "flex"] = key(
         "auto",
         "attention in transformers; auto: sdpa; eager if the model has no sdpa, and on a CPU up to"
-        " 320 tokens",
+        " 320 tokens; flex: FlexAttention for training on a GPU (not yet run on one)",
     )
     share_prompt: bool = key(True, "run a prompt once for all its responses")
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, more time")

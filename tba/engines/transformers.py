@@ -72,7 +72,10 @@ class Transformers(Engine):
         bf16 = self.bf16 if self.dtype == "auto" else self.dtype == "bf16"
         dtype = torch.bfloat16 if bf16 else torch.float32
         self._autocast = bf16 and self.policy.lora is not None
-        self.model = load_placed(self.policy, self.device, bf16, dtype)
+        policy = self.policy
+        if policy.attention == "flex":  # its masks would change with every token
+            policy = policy.model_copy(update={"attention": "sdpa"})
+        self.model = load_placed(policy, self.device, bf16, dtype)
         # one batch at a time; taken before `_weights`, so that waiting does not hold up an update
         self._batches = threading.Lock()
         self._stop: StopStrings | None = None  # of the latest batch

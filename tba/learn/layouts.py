@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tba.models.forward import EVERYONE, NOBODY, positions
+from tba.models.forward import EVERYONE, NOBODY, Packing, positions
 from tba.types import TokenBatch
 
 Layout = Literal["packed", "cached", "plain"]
@@ -21,7 +21,7 @@ PASS_TOKENS = 96
 """Approximate cost of one more pass through the model, in tokens."""
 
 PACKED_TOKENS = 256
-"""Maximum length of a packed row: attention is computed between all of its responses."""
+"""Maximum length of a packed row, where attention is computed between all of its responses."""
 PACKED_PADDING = 0.25
 """Maximum share of padding in packed rows."""
 
@@ -46,7 +46,7 @@ class Plan:
 def plan_of(
     batch: TokenBatch,
     share_prompt: bool,
-    can_pack: bool,
+    packing: Packing,
     layout: Layout | None = None,
     passes_to_make: int = 0,
 ) -> Plan:
@@ -64,8 +64,9 @@ def plan_of(
     real = int(batch.prompt_mask.sum() + lengths.sum())
     packed = len(batch) * (batch.prompt_mask.shape[1] + int(lengths.sum(1).max()))
     if layout is None:
-        fits = packed <= PACKED_TOKENS * len(batch) and packed - real <= PACKED_PADDING * packed
-        shared: Layout = "packed" if can_pack and fits else "cached"
+        limit = {"none": 0, "short": PACKED_TOKENS * len(batch), "any": packed}[packing]
+        fits = packed <= limit and packed - real <= PACKED_PADDING * packed
+        shared: Layout = "packed" if fits else "cached"
         layout = shared if share_prompt else "plain"
     passes: list[list[int]] = []
     tokens = packed

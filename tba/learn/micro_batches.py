@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tba.learn.layouts import Layout, plan_of
+from tba.models.forward import Packing
 from tba.types import AnyBatch, TokenBatch
 
 
@@ -31,7 +32,7 @@ class MicroBatch:
 
 
 def split_batch(
-    batch: TokenBatch, token_budget: int, ranks: int, share_prompt: bool, can_pack: bool
+    batch: TokenBatch, token_budget: int, ranks: int, share_prompt: bool, packing: Packing
 ) -> list[MicroBatch]:
     """Divide a batch into micro-batches of whole groups, for each rank.
 
@@ -68,11 +69,11 @@ def split_batch(
         for place in range(max(map(len, divided))):
             # a shape that fits all ranks: packed only if each of them is
             at_once = [own[place] for own in divided if place < len(own)]
-            layouts = {plan_of(own, share_prompt, can_pack).layout for own in at_once}
+            layouts = {plan_of(own, share_prompt, packing).layout for own in at_once}
             if layouts == {"packed"} or "plain" in layouts:
                 shapes.append(Shape("plain" if "plain" in layouts else "packed"))
                 continue
-            cached = [plan_of(own, True, False, "cached") for own in at_once]
+            cached = [plan_of(own, True, "none", "cached") for own in at_once]
             shapes.append(Shape("cached", max(len(plan.passes) for plan in cached)))
         aligned.append(MicroBatch(groups, tuple(shapes)))
     return aligned

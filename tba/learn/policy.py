@@ -14,10 +14,10 @@ from tba.models.forward import (
     check_logits,
     has_plain_logits,
     logits_of,
+    packing,
     positions,
     select,
     states_at_once,
-    takes_masks,
 )
 from tba.objectives import Head
 from tba.types import TokenBatch
@@ -123,7 +123,7 @@ class Policy(nn.Module):
         `share_prompt` allows. The default temperature is the policy's. The cached layout runs at
         least `passes` passes over responses.
         """
-        plan = plan_of(batch, self.share_prompt, takes_masks(self.model), layout, passes)
+        plan = plan_of(batch, self.share_prompt, packing(self.model), layout, passes)
         with self.precision():
             hidden = self._cached(plan) if plan.layout == "cached" else self._uncached(plan)
             tokens = self._here(batch.tokens.flatten()[hidden.places])

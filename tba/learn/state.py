@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tba.config.schema import read_json
 from tba.config.tables import PolicyTable
+from tba.learn.host import HostCopy
 from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import ADAPTER, is_adapted, own_name, save_adapter
@@ -36,6 +37,7 @@ def save_state(
     optimizer: Optimizer,
     schedule: Any,
     first_model: str,
+    memory: HostCopy,
     rank: int = 0,
     ranks: int = 1,
 ) -> Callable[[], None]:
@@ -44,7 +46,7 @@ def save_state(
     All ranks of a trainer call this and gather each tensor; each rank keeps and writes some.
     """
     model = policy.model
-    shard = CheckpointShard(rank, ranks)
+    shard = CheckpointShard(rank, ranks, memory)
     adapted = is_adapted(model)
     # the files of a mixture of experts have other tensors than the model
     converted = not adapted and bool(vars(model).get("_weight_conversions"))
@@ -60,6 +62,7 @@ def save_state(
         for kind, value in sorted(optimizer.state.get(parameter, {}).items()):
             states[f"{name}:{kind}"] = torch.as_tensor(value)
     moments, _ = shard.take(states)
+    memory.wait()
     if rank == 0:
         moments[RNG] = torch.get_rng_state()
     about = {"first_model": first_model, "schedule": schedule.state_dict(), "converted": converted}
@@ -83,11 +86,12 @@ def save_state(
 
 
 class CheckpointShard:
-    """Part of a checkpoint that a rank writes: whole tensors."""
+    """Part of a checkpoint that a rank writes: whole tensors, copied to `memory`."""
 
-    def __init__(self, rank: int, ranks: int):
+    def __init__(self, rank: int, ranks: int, memory: HostCopy):
         self.rank = rank
         self.ranks = ranks
+        self._memory = memory
         self._bytes = [0] * ranks
 
     def file(self, name: str, rank: int | None = None) -> str:
@@ -103,7 +107,8 @@ class CheckpointShard:
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return copies of the tensors that this rank writes, and the rank that writes each.
 
-        That is the rank with the fewest bytes so far, or rank 0 if all stay `together`.
+        That is the rank with the fewest bytes so far, or rank 0 if all stay `together`. The copies
+        are complete once the memory's `wait` has returned.
         """
         own = {}
         owners = {}
@@ -113,7 +118,7 @@ class CheckpointShard:
             owners[name] = owner
             complete = whole(tensor)
             if owner == self.rank:
-                own[name] = complete.to("cpu", copy=True).contiguous()
+                own[name] = self._memory.add(complete)
         return own, owners
 
 

@@ -19,6 +19,7 @@ from tba.engines import engine_in_bf16
 from tba.errors import NotFinite, WrongReference
 from tba.learn import TrainerSizes, publish, state, unchanged
 from tba.learn.checks import check_lengths, checked_loss, warm_up
+from tba.learn.host import HostCopy
 from tba.learn.micro_batches import (
     MicroBatch,
     Shape,
@@ -29,7 +30,7 @@ from tba.learn.micro_batches import (
 )
 from tba.learn.optimizer import Sums, build_optimizer, learning_rate
 from tba.learn.policy import Policy, PolicyOutput
-from tba.models.forward import compile_layers, enable_gradient_checkpointing, takes_masks
+from tba.models.forward import compile_layers, enable_gradient_checkpointing, packing
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
@@ -130,6 +131,8 @@ class SingleTrainer:
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
     _free: list[publish.Copy] = field(default_factory=list, init=False)
+    _free_rows: list[HostCopy] = field(default_factory=list, init=False)
+    _free_states: list[HostCopy] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -220,14 +223,13 @@ class SingleTrainer:
             self.setup.config.trainer.pass_tokens,
             self.ranks,
             self.policy.share_prompt,
-            takes_masks(self.policy.model),
+            packing(self.policy.model),
         )
 
     def send(self, version: int) -> Publication:
         probe = publish.answer(self.policy, self.probe, version)
-        if self.ranks > 1:  # the probe's pass left the embeddings unsharded
-            reshard(self.policy)
-        return self._send(version, self.bf16_weights, probe)
+        tensors = published(trained(self.policy.model), self.bf16_weights)
+        return self.transport.send(version, tensors, probe)
 
     def copy(self, version: int) -> Callable[[], Publication]:
         copy = self._free.pop() if self._free else publish.Copy(self.policy, self.bf16_weights)
@@ -235,22 +237,44 @@ class SingleTrainer:
         return partial(copy.send, version, self.probe, self.transport, self._free)
 
     def reference(self, version: int) -> Publication:
-        return self._send(version, False, None)
+        tensors = published(trained(self.policy.model), bf16=False)
+        return self.transport.send(version, tensors, None)
 
-    def _send(self, version: int, bf16: bool, probe: Probe | None) -> Publication:
-        """Send the weights. All ranks gather each tensor, and rank 0 sends it."""
+    def copy_rows(self, version: int) -> Callable[[], Publication]:
+        """Copy this rank's rows now and return the function that sends them, with the probe."""
+        probe = publish.answer(self.policy, self.probe, version)
+        reshard(self.policy)  # the probe's pass left the embeddings unsharded
+        return self._rows(version, self.bf16_weights, probe)
+
+    def copy_reference_rows(self, version: int) -> Callable[[], Publication]:
+        """Copy this rank's rows in fp32 now and return the function that sends them."""
+        return self._rows(version, False, None)
+
+    def _rows(self, version: int, bf16: bool, probe: Probe | None) -> Callable[[], Publication]:
+        memory = self._free_rows.pop() if self._free_rows else HostCopy()
         tensors = published(trained(self.policy.model), bf16)
-        if self.rank == 0:
-            return self.transport.send(version, tensors, probe)
-        for _ in tensors:
-            pass
-        return Publication(version, None)
+        rows = {name: memory.add(tensor) for name, tensor in tensors}
+        memory.wait()
+
+        def send() -> Publication:
+            sent = self.transport.send(version, rows.items(), probe)
+            self._free_rows.append(memory)
+            return sent
+
+        return send
 
     def save(self, folder: Path) -> Callable[[], None]:
-        return state.save_state(
-            folder, self.policy, self.optimizer, self.schedule, self._first_model, self.rank,
-            self.ranks,
+        memory = self._free_states.pop() if self._free_states else HostCopy()
+        write = state.save_state(
+            folder, self.policy, self.optimizer, self.schedule, self._first_model, memory,
+            self.rank, self.ranks,
         )  # fmt: skip
+
+        def write_once() -> None:
+            write()
+            self._free_states.append(memory)
+
+        return write_once
 
     def load(self, folder: Path) -> None:
         state.load_state(folder, self.policy, self.optimizer, self.schedule, self._first_model)

@@ -19,6 +19,10 @@ EVERYONE = -1
 """Owner of a prompt's tokens, which all responses see."""
 NOBODY = -2
 """Owner of padding."""
+FLEX = "tba_flex_attention"
+"""Name in transformers of the attention in tba/models/flex.py."""
+Packing = Literal["none", "short", "any"]
+"""Lengths of packed rows: dense attention computes the scores between all responses in a row."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits per chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
@@ -109,12 +113,17 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Tensor:
+def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Any:
     """Return an attention mask: tokens see the columns of their owner, and of EVERYONE.
 
-    The mask is [B 1 Q C], boolean for SDPA and additive for eager attention. The Q tokens are the
-    last of the C columns, and attention is causal. Padding sees itself, so that no row is empty.
+    The mask is [B 1 Q C]: boolean for SDPA, additive for eager attention, and a BlockMask for
+    FlexAttention. The Q tokens are the last of the C columns, and attention is causal. Padding sees
+    itself, so that no row is empty.
     """
+    if _attention(model) == FLEX:
+        from tba.models.flex import owned_blocks
+
+        return owned_blocks(owner, columns)
     columns = columns[:, None, None]
     owner = owner[:, None, :, None]
     sees: Bool[Tensor, "B 1 Q C"] = (columns == EVERYONE) | (columns == owner)
@@ -132,8 +141,15 @@ def takes_masks(model: Any) -> bool:
         in_windows = set(settings["layer_types"]) != {"full_attention"}
     else:
         in_windows = settings.get("sliding_window") is not None
-    by_mask = model._supports_attention_backend and _attention(model) in ("eager", "sdpa")
+    by_mask = model._supports_attention_backend and _attention(model) in ("eager", "sdpa", FLEX)
     return by_mask and not in_windows
+
+
+def packing(model: Any) -> Packing:
+    """Return which rows of a prompt with several responses the model can run."""
+    if not takes_masks(model):
+        return "none"
+    return "any" if _attention(model) == FLEX else "short"
 
 
 def _attention(model: Any) -> Any:

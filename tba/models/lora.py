@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tba.config.mistakes import choices
 from tba.config.tables import PolicyTable
 from tba.models import model_path
+from tba.models.forward import FLEX
 from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model, trained
 
@@ -74,6 +75,11 @@ def load_frozen(
 def set_attention(model: Any, policy: PolicyTable, device: str) -> None:
     """Set the fastest attention for a device, unless the policy names one."""
     attention = "eager" if (policy.attention, device) == ("auto", "cpu") else policy.attention
+    if attention == "flex":
+        from tba.models.flex import register
+
+        register()
+        attention = FLEX
     if attention != "auto":
         model.set_attn_implementation(attention)
 

@@ -325,6 +325,11 @@ def check_model(policy: PolicyTable) -> None:
             f"policy.attention = 'sdpa': transformers has no SDPA for a {type(model).__name__};"
             " set policy.attention=eager, or remove it"
         )
+    if policy.attention == "flex" and not model._supports_flex_attn:
+        raise ValueError(
+            f"policy.attention = 'flex': transformers has no FlexAttention for a"
+            f" {type(model).__name__}; set policy.attention=sdpa, or remove it"
+        )
     check_files(AutoModelForCausalLM, policy.model, "policy.model")
 
 

@@ -4,7 +4,9 @@
     ShardedTrainer
       step              -->     SingleTrainer.micro_batches: what each rank runs, when
                                 SingleTrainer.step: gathers layers, reduces gradients
-      send, reference   -->     SingleTrainer.send: rank 0 sends each tensor to the searchers
+      copy              -->     SingleTrainer.copy_rows: the probe's pass; each rank copies its rows
+        send, in a thread -->   RankActor.send_rows, then join_rows: rank 0 sends whole tensors
+      reference         -->     the same in fp32, without a probe
       save              -->     state.save_state: each rank writes some of the tensors, whole
       load              -->     state.load_state: each rank reads its shard of each tensor
 
@@ -19,15 +21,17 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 import torch
@@ -42,7 +46,7 @@ from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch
-from tba.weights import Publication, Transport
+from tba.weights import Publication, Transport, joined
 
 Errors = tuple[type[Exception], ...]
 """Types of errors that a rank survives: they are re-raised unchanged."""
@@ -55,7 +59,8 @@ LARGEST = 2**28
 """Limit in bytes on what a rank sends to others after its part of a step."""
 
 WRITING = "writing"
-"""Concurrency group of a rank's thread that writes while steps run."""
+SENDING = "sending"
+"""Concurrency groups of a rank's threads that write checkpoints and send weights during steps."""
 
 
 class RankActor:
@@ -67,7 +72,10 @@ class RankActor:
         self._folders = folders
         self._trainer: SingleTrainer
         self._write: Callable[[], None] = lambda: None
-        self._sent: Publication | None = None  # kept alive until the train loop has opened it
+        self._copies: dict[int, Callable[[], Publication]] = {}  # unsent ones, by number
+        # kept alive until the train loop has opened them
+        self._rows: Publication | None = None
+        self._sent: Publication | None = None
 
     def start(
         self, setup: TrainerSetup, transport: Transport, meeting: str, deadline: float, rank: int
@@ -98,12 +106,30 @@ class RankActor:
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         return self._trainer.step(batch, step)
 
-    def send(self, version: int) -> Publication:
-        self._sent = self._trainer.send(version)
-        return self._sent
+    def copy(self, version: int, number: int, kept: Sequence[int]) -> None:
+        """Copy this rank's rows of the weights, for `send_rows`; drop copies that are not kept."""
+        self._drop(kept)
+        self._copies[number] = self._trainer.copy_rows(version)
 
-    def reference(self, version: int) -> Publication:
-        self._sent = self._trainer.reference(version)
+    def copy_reference(self, version: int, number: int, kept: Sequence[int]) -> None:
+        """Do the same in fp32, for a reference."""
+        self._drop(kept)
+        self._copies[number] = self._trainer.copy_reference_rows(version)
+
+    def _drop(self, kept: Sequence[int]) -> None:
+        for number in self._copies.keys() - kept:
+            del self._copies[number]
+
+    def send_rows(self, number: int) -> Publication:
+        self._rows = self._copies.pop(number)()
+        return self._rows
+
+    def join_rows(self, parts: Sequence[Publication]) -> Publication:
+        """Send whole weights to the searchers, given the rows that each rank has sent, in order."""
+        transport = self._trainer.transport
+        received = [transport.receive(part) for part in parts]
+        first = received[0]
+        self._sent = transport.send(first.version, joined(received), first.probe)
         return self._sent
 
     def save(self, folder: Path) -> None:
@@ -164,7 +190,10 @@ class ShardedTrainer:
         self._deadline = setup.config.trainer.deadline
         self._calls = calls
         self._meeting = mkdtemp(prefix=".ranks-", dir=meeting)
-        groups: Any = {"concurrency_groups": {WRITING: 1}}
+        self._numbers = count()
+        self._unsent: WeakValueDictionary[int, partial[Publication]] = WeakValueDictionary()
+        self._sending = threading.Lock()  # ranks keep the last publication alive, and no older one
+        groups: Any = {"concurrency_groups": {WRITING: 1, SENDING: 1}}
         create: Any = ray.remote(**groups)(RankActor)
         self._ranks = calls(
             "create ranks",
@@ -190,16 +219,34 @@ class ShardedTrainer:
         return metrics
 
     def send(self, version: int) -> Publication:
-        sent: Publication = self._call("send", "publish", version, passed=(NotFinite,))[0]
-        return sent
+        return self.copy(version)()
 
     def copy(self, version: int) -> Callable[[], Publication]:
-        """Send at once: gathering tensors needs all ranks, and cannot overlap with their steps."""
-        sent = self.send(version)
-        return lambda: sent
+        return self._copy("copy", version)
 
     def reference(self, version: int) -> Publication:
-        sent: Publication = self._call("reference", "send a reference", version)[0]
+        return self._copy("copy_reference", version)()
+
+    def _copy(self, method: str, version: int) -> Callable[[], Publication]:
+        """Let each rank copy its rows; return the function that sends them.
+
+        The ranks drop the copies of functions that no longer exist.
+        """
+        number = next(self._numbers)
+        self._call(method, "publish", version, number, [*self._unsent], passed=(NotFinite,))
+        send = partial(self._send, number)
+        self._unsent[number] = send
+        return send
+
+    def _send(self, number: int) -> Publication:
+        """Send this copy while the ranks take steps."""
+        limit = self._deadline, "trainer.deadline", ()
+        with self._sending:
+            in_thread = {"concurrency_group": SENDING}
+            begin = [partial(a.send_rows.options(**in_thread).remote, number) for a in self._ranks]
+            parts = self._wait(begin, "send its part of the weights", *limit)
+            join = partial(self._ranks[0].join_rows.options(**in_thread).remote, parts)
+            sent: Publication = self._wait([join], "publish", *limit)[0]
         return sent
 
     def save(self, folder: Path) -> Callable[[], None]:

@@ -24,6 +24,7 @@ from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
 from tba.runs.checkpoint import checkpoint_size
+from tba.runtime.memory import KEPT
 from tba.setup.machine import Machine
 from tba.weights import PUBLISHED, trained
 
@@ -117,11 +118,14 @@ def kept(
     return layers * layer
 
 
-def group(prompt: int, responses: int, length: int) -> tuple[int, int, int]:
-    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length."""
+def group(prompt: int, responses: int, length: int, packed: int = 256) -> tuple[int, int, int]:
+    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length.
+
+    They are packed into one row of at most `packed` tokens, if possible.
+    """
     own = length - 1  # the last token of a response predicts nothing
     tokens = prompt + responses * own
-    if tokens <= 256:  # packed into one row
+    if tokens <= packed:
         return tokens, tokens, tokens**2
     seen = prompt + own
     return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
@@ -284,16 +288,20 @@ class MemoryEstimate:
         t = c.trainer
         z = self.sizes
         length = c.sampling.max_tokens
-        pass_ = np.array(group(self.prompt, t.group_size, length))
+        is_flex = c.policy.attention == "flex"
+        packed = t.pass_tokens if is_flex else 256
+        pass_ = np.array(group(self.prompt, t.group_size, length, packed))
         fitting = min(-(-t.groups // t.devices), t.pass_tokens // pass_[0])
         if fitting == 0:  # a group is split into several passes
             responses = max(1, (t.pass_tokens - self.prompt) // max(1, length - 1))
-            pass_ = np.array(group(self.prompt, responses, length))
+            pass_ = np.array(group(self.prompt, responses, length, packed))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
         is_long = self.prompt + length > EAGER_TOKENS
         is_fastest = c.policy.attention == "auto" and (self.machine.gpus or is_long)
         mask = 0.0
-        if z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
+        if is_flex:
+            scores = 0
+        elif z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
             mask = 2 * scores if self.machine.gpus else 0.0  # each layer keeps it in bf16
             scores = 0
         shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
@@ -353,6 +361,8 @@ class MemoryEstimate:
         c = self.config
         own = self.sizes.trained
         versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
+        if c.trainer.devices > 1:
+            versions += 1 + KEPT  # ranks' rows: a copy, and the files in which they send them
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
             "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,

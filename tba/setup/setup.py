@@ -258,7 +258,23 @@ def _check_policy(config: Config, here: bool) -> list[str]:
         names = ["clang++" if sys.platform == "darwin" else "g++"]
         instead = "set trainer.compile=false"
         check_compiler("trainer.compile = true", "C++", "CXX", names, instead)
+    if config.policy.attention == "flex":
+        _check_flex(config, here)
     return [] if config.policy.lora is None else [check_adapter(config.policy)]
+
+
+def _check_flex(config: Config, here: bool) -> None:
+    """Raise ValueError if FlexAttention cannot train here, or would not be compiled."""
+    if here and config.runtime.address is None and not this_machine().gpus:
+        raise ValueError(
+            "policy.attention = 'flex' trains on a GPU only: FlexAttention has no backward pass on"
+            " a CPU; set policy.attention=sdpa, or remove it"
+        )
+    if config.trainer.compile:
+        raise ValueError(
+            "policy.attention = 'flex' compiles attention for any lengths, and trainer.compile ="
+            " true allows no compilation after the start; remove one of them"
+        )
 
 
 def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:

@@ -121,7 +121,7 @@ def test_passes_over_similar_lengths_change_nothing(family, batch, monkeypatch):
     for tokens in (1000, 0):
         monkeypatch.setattr(layouts, "PASS_TOKENS", tokens)
         lengths = {int(n) for n in batch.mask.sum(-1).flatten() if n > 1}
-        assert len(layouts.plan_of(batch, True, False).passes) == (1 if tokens else len(lengths))
+        assert len(layouts.plan_of(batch, True, "none").passes) == (1 if tokens else len(lengths))
         results = policy(batch), gradients(policy, batch)
         if tokens:
             whole = results

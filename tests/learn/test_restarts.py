@@ -76,7 +76,7 @@ def test_log_probs_are_those_of_each_context_alone(tiny_model, sessions):
             torch.testing.assert_close(own[: len(t.tokens)], alone(model, group, t, 0.7))
             assert not own[len(t.tokens) :].any()
             assert (output.entropy[b, k][: len(t.tokens)] > 0).tolist() == t.sampled.tolist()
-    plan = plan_of(batch, share_prompt=True, can_pack=True)
+    plan = plan_of(batch, share_prompt=True, packing="short")
     rows = [len(p) for p in (sessions[0].prompt_tokens, sessions[1].prompt_tokens)]
     rows += [3 + 4, 3 + 2, 4, 3 + 2, 3, 4, 6, 7 + 1, 7 + 1, 2]
     assert plan.tokens - plan.padding == sum(rows)

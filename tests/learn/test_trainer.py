@@ -89,7 +89,7 @@ def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch, shared):
         pieces = [list(micro_batches.split_responses(c, budget, shared)) for c in chunks]
         assert all(sum(p.samples for p in cut) == batch.samples for cut in pieces)
         for piece in chain(*pieces):
-            planned = layouts.plan_of(piece, shared, can_pack=False)
+            planned = layouts.plan_of(piece, shared, packing="none")
             assert piece.samples == 1 or planned.tokens - planned.padding <= budget
 
 
@@ -102,7 +102,7 @@ def test_little_is_padding_where_lengths_are_log_normal(groups):
         lengths = rng.lognormal(np.log(150) - 0.6**2 / 2, 0.6, (groups, 16)).astype(int) + 1
         responses = [[rng.integers(9, size=n, dtype=np.int32) for n in group] for group in lengths]
         drawn = collate_tokens([np.zeros(100, np.int32)] * groups, responses)
-        planned = layouts.plan_of(drawn, share_prompt=True, can_pack=False)
+        planned = layouts.plan_of(drawn, share_prompt=True, packing="none")
         assert sorted(chain(*planned.passes)) == list(range(16 * groups))
         padding += planned.padding
         tokens += planned.tokens

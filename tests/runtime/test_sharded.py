@@ -1,8 +1,10 @@
 """Runs whose trainer is divided over two ranks on this machine."""
 
 import re
+from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from tba.learn.trainer import MicroBatchResult
 from tba.open import run
 from tba.runs.checkpoint import newest
 from tba.runs.folder import CHECKPOINTS, METRICS, read
-from tba.runtime.ranks import ShardedTrainer, _gather
+from tba.runtime.placement import Place
+from tba.runtime.ranks import RankActor, ShardedTrainer, _gather
 from tba.tools.report import report
+from tba.weights import Publication
 
 TWO = (
     "trainer.devices=2", "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=1",
@@ -104,3 +108,25 @@ def test_two_ranks_train_like_one_process(tmp_path):
     for alone, divided in zip(*rows, strict=True):
         for name in computed:
             assert divided[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-4), name
+
+
+def test_ranks_drop_copies_whose_functions_no_longer_exist():
+    """A newer publication replaces one that waits; a copy that is being sent is kept."""
+
+    class Source:
+        def copy_rows(self, version: int) -> Any:
+            return lambda: Publication(version, None)
+
+    rank: Any = RankActor(Place("meta"), {})
+    rank._trainer = Source()
+    trainer: Any = ShardedTrainer.__new__(ShardedTrainer)
+    trainer._numbers, trainer._unsent = count(), WeakValueDictionary()
+    trainer._call = lambda method, _, *given, passed: rank.copy(*given)
+    first = trainer.copy(version=4)
+    assert rank.send_rows(0).version == 4 and trainer._unsent[0] is first
+    waiting = trainer.copy(version=5)
+    assert [*rank._copies] == [1]
+    del first, waiting
+    newest = trainer.copy(version=6)
+    assert [*rank._copies] == [2] and rank.send_rows(2).version == 6
+    assert [*trainer._unsent.values()] == [newest]
