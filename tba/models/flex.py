@@ -81,7 +81,7 @@ def _ranges(owner: Int[Tensor, "B L"], dim: int) -> tuple[Tensor, Tensor]:
 
     Padding is the last owner, and what is missing in the last block comes after it.
     """
-    end = torch.iinfo(owner.dtype).max
+    end = 2**30
     ordered = owner.masked_fill(owner == NOBODY, end - 1)
     missing = -owner.shape[1] % SIZE
     blocks = torch.nn.functional.pad(ordered, (0, missing), value=end).unflatten(1, (-1, SIZE))

@@ -23,6 +23,7 @@ from tba.setup.machine import planned_machine
 from tba.setup.setup import check
 from tba.types import Batch
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 LAYOUTS: list[Layout] = ["packed", "cached", "plain"]
 
 
@@ -110,10 +111,10 @@ def test_blocks_are_the_dense_mask(layout):
     """For every token but padding: gradients depend on no other score."""
     batch = long_batch()
     blocks, dense = (masks_of(policy(each), batch, layout) for each in ("flex", "sdpa"))
-    assert len(blocks) == len(dense) == (1 if layout != "cached" else len(dense) > 1 and len(dense))
+    assert len(blocks) == len(dense) and (len(dense) > 1) == (layout == "cached")
     for (_, block), (given, mask) in zip(blocks, dense, strict=True):
         found = materialised(block)
-        assert found.shape == mask.shape and block.sparsity() > 0
+        assert found.shape == mask.shape
         if given.ndim == 4:  # of tokens' owners
             assert torch.equal(found, mask)
         else:
@@ -121,13 +122,14 @@ def test_blocks_are_the_dense_mask(layout):
             assert torch.equal(found[real], mask[real])
 
 
-@pytest.mark.parametrize(("first", "length"), [(0, 700), (300, 700), (128, 512)])
+@pytest.mark.parametrize(("first", "length"), [(0, 1000), (300, 1000), (128, 512)])
 def test_no_block_is_computed_that_nobody_sees(first, length):
     """The blocks are those that PyTorch finds in the dense mask; a prompt may be in a cache."""
-    owners = [NOBODY] * 200 + [EVERYONE] * 90 + [0] * 10 + [2] * 250 + [3] * 100 + [NOBODY] * 50
-    columns = torch.tensor([owners, owners[200:] + [4] * 200])[:, :length]
+    owners = [NOBODY] * 200 + [EVERYONE] * 90 + [0] * 10 + [2] * 450 + [3] * 150 + [NOBODY] * 100
+    columns = torch.tensor([owners, owners[200:900] + [4] * 200 + [NOBODY] * 100])[:, :length]
     found = owned_blocks(columns[:, first:], columns)
     dense = create_block_mask(found.mask_mod, 2, None, length - first, length, "cpu")
+    assert found.full_kv_num_blocks is not None and found.full_kv_num_blocks.any()
     for name in ("kv_num_blocks", "full_kv_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(dense, name)), name
     assert torch.equal(found.to_dense(), dense.to_dense())
@@ -136,6 +138,7 @@ def test_no_block_is_computed_that_nobody_sees(first, length):
     )
 
 
+@torch.no_grad()
 def test_rows_of_any_length_are_packed():
     """Blocks between responses are skipped; with dense attention, long rows are not packed."""
     batch = random_batch(3, groups=1, samples=6, longest=180)
