@@ -88,13 +88,13 @@ class no_searches:
     def __enter__(self) -> None:
         from tba.runtime.ray import RaySearchers
 
-        self._due = RaySearchers._due
-        RaySearchers._due = lambda _: 0  # type: ignore[method-assign]
+        self._hand_out = RaySearchers._hand_out_searches
+        RaySearchers._hand_out_searches = lambda _: None  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         from tba.runtime.ray import RaySearchers
 
-        RaySearchers._due = self._due  # type: ignore[method-assign]
+        RaySearchers._hand_out_searches = self._hand_out  # type: ignore[method-assign]
 
 
 def measure(run: Run, repeats: int) -> Measured:

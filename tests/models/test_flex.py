@@ -141,11 +141,11 @@ def test_no_block_is_computed_that_nobody_sees(first, length):
 @torch.no_grad()
 def test_rows_of_any_length_are_packed():
     """Blocks between responses are skipped; with dense attention, long rows are not packed."""
-    batch = random_batch(3, groups=1, samples=6, longest=180)
+    batch = random_batch(3, groups=1, samples=30, longest=180)
     flex, sdpa = policy("flex"), policy("sdpa")
     (block,) = (mask for _, mask in masks_of(flex, batch, "packed"))
     plans = [plan_of(batch, True, packing(each.model)).layout for each in (flex, sdpa)]
-    assert plans == ["packed", "cached"] and block.sparsity() > 50
+    assert plans == ["packed", "cached"] and block.sparsity() > 75  # 47 if causal alone
 
 
 def test_a_cpu_cannot_train_with_it(tiny_model: Path, tmp_path: Path):
