@@ -71,7 +71,7 @@ def main() -> None:
             given = config(model, Path(folder) / name, autocast, options.ranks)
             with no_searches(), open_run(given) as run:
                 rows += measure(run, options.repeats).rows(name, options.ranks)
-    record(__file__, rows, options)
+    record(__file__, rows, options, part=True)  # the rows for another number of ranks stay
 
 
 def config(model: Path, folder: Path, autocast: str, ranks: int) -> Config:

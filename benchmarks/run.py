@@ -45,6 +45,7 @@ SCRIPTS = (
     Script("replay", 2),
     Script("vllm_engine", 5, ("--parts", "drain"), environment=".venv-vllm", long=True),
     Script("agents", 6, long=True),
+    Script("publish", 3, ("--ranks", "2"), long=True),
     Script("reference_run", 130, ("--parts", "full"), long=True),
     Script("reward_latency", 35, long=True),
     Script("reward_latency", 20, ("--score", "1"), long=True),
