@@ -55,6 +55,7 @@ STEPS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "full": (None, ()),
     "LoRA": ("peft", ("policy.lora.r=16", "policy.lora.alpha=32")),
     "compiled": (None, ("trainer.compile=true",)),
+    "FlexAttention": (None, ("policy.attention=flex",)),
 }
 """Training steps to measure: the package that each needs, and its settings."""
 PEAKS = {
@@ -152,7 +153,8 @@ class Bench:
         ]
         parts += [self.step(shape, "LoRA") for shape in self.shapes]
         *ranks, largest = _ranks.parts(self)
-        return [*parts, *ranks, self.step(first, "compiled"), largest]
+        others = [self.step(first, kind) for kind in ("compiled", "FlexAttention")]
+        return [*parts, *ranks, *others, largest]
 
     def chosen(self) -> list[Part]:
         """Return the parts that were asked for, in the order of the options."""
@@ -280,6 +282,8 @@ class Bench:
         from tba.setup.setup import check
         from tba.types import collate
 
+        if kind == "FlexAttention" and self.device == "cpu":
+            raise Skipped("it needs a GPU")
         longest = () if self.tiny else LONG
         parts = check(self.fitted(shape, "step", *STEPS[kind][1], *longest))
         trainer = parts.trainer(self.device)

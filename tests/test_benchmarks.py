@@ -118,6 +118,13 @@ def test_the_runner_knows_every_script(monkeypatch):
     assert usual <= 40, "`make bench` promises at most 40 minutes"
 
 
+def test_the_docs_show_the_counts_of_attention(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    attention = importlib.import_module("_attention")
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    assert all(attention.count(tokens).line in page for tokens in attention.TOKENS)
+
+
 def test_results_are_rows_and_the_docs_show_them(measure):
     rows = measure.read()
     fields = {f.name for f in dataclasses.fields(measure.Row)}

@@ -144,6 +144,17 @@ def test_a_step_is_that_of_the_cpu(layout, kind, monkeypatch):
     check_below(apart(exact, found), {n: max(limits[n], 1.5 * on_cpu[n]) for n in limits})
 
 
+@pytest.mark.parametrize("layout", ["packed", "cached", "plain"])
+def test_a_step_with_flex_attention_is_that_of_sdpa(layout, monkeypatch):
+    """Forward and backward; a CPU has only the forward pass (tests/models/test_flex.py)."""
+    shared = f"policy.share_prompt={'false' if layout == 'plain' else 'true'}"
+    if layout == "cached":
+        monkeypatch.setattr(layouts, "PACKED_PADDING", -1)
+    ways = [trainer(DEVICE, shared, f"policy.attention={name}") for name in ("sdpa", "flex")]
+    sdpa, flex = map(stepped, ways)
+    check_below(apart(sdpa, flex), EXACT)
+
+
 @pytest.mark.parametrize("objective", sorted(names("objectives")))
 def test_each_objective_has_the_step_of_the_cpu(objective):
     settings = (f"objective={objective}", *OPTIONS.get(objective, ()))

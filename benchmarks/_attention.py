@@ -1,6 +1,6 @@
 """Count the scores that attention computes in training: a dense mask and FlexAttention's blocks.
 
-    python benchmarks/attention.py          # in seconds; nothing is measured, and no GPU is needed
+    python benchmarks/_attention.py         # in seconds; nothing is measured, and no GPU is needed
 
 A group has 16 responses to a prompt of 512 tokens. The dense mask is the one of the product's
 default: the prompt's scores, and those of each response to the prompt and to all of itself.
