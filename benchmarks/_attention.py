@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from tba.models import EVERYONE
 from tba.models.flex import SIZE, owned_blocks
-from tba.models.forward import EVERYONE
 from tba.setup.memory import group
 
 RESPONSES = 16

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tba.models.forward import EVERYONE, NOBODY, Packing, positions
+from tba.models import EVERYONE, NOBODY
+from tba.models.forward import Packing, positions
 from tba.types import TokenBatch
 
 Layout = Literal["packed", "cached", "plain"]

@@ -11,6 +11,12 @@ ATTENTION = {
     "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
 }  # fmt: skip
 """Types of layers that keep keys and values. Others, such as "conv", keep a state."""
+FLEX = "tba_flex_attention"
+"""Name in transformers of the attention in tba/models/flex.py."""
+EVERYONE = -1
+"""Owner of a prompt's tokens, which all responses see."""
+NOBODY = -2
+"""Owner of padding."""
 
 
 def model_path(name: str, key: str = "policy.model") -> str:

@@ -18,10 +18,9 @@ from transformers.masking_utils import (
     causal_mask_function,
     or_masks,
     padding_mask_function,
-    prepare_padding_mask,
 )
 
-from tba.models.forward import EVERYONE, FLEX, NOBODY
+from tba.models import EVERYONE, FLEX, NOBODY
 
 SIZE = 128
 """Queries and keys in a block."""
@@ -36,17 +35,14 @@ def register() -> None:
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in one dtype: autocast does not reach FlexAttention, and leaves keys in fp32."""
     kind = query.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else value.dtype
-    states = (each.to(dtype) for each in (query, key, value))
-    attended: tuple[Tensor, Tensor | None] = flex_attention_forward(
-        module, *states, mask, **options
-    )
-    return attended
+    query, key, value = (states.to(dtype) for states in (query, key, value))
+    return flex_attention_forward(module, query, key, value, mask, **options)
 
 
 def owned_blocks(owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> BlockMask:
@@ -108,8 +104,8 @@ def causal_blocks(
 ) -> BlockMask:
     """Return the mask that transformers asks for. Padding sees itself, so that no row is empty."""
     if attention_mask is not None:
-        real = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        mask_function = or_masks(and_masks(mask_function, padding_mask_function(real)), _itself)
+        real = padding_mask_function(attention_mask)
+        mask_function = or_masks(and_masks(mask_function, real), _itself)
     placed = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     return create_block_mask(placed, batch_size, None, q_length, kv_length, str(device))
 

@@ -15,12 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-EVERYONE = -1
-"""Owner of a prompt's tokens, which all responses see."""
-NOBODY = -2
-"""Owner of padding."""
-FLEX = "tba_flex_attention"
-"""Name in transformers of the attention in tba/models/flex.py."""
+from tba.models import EVERYONE, FLEX
+
 Packing = Literal["none", "short", "any"]
 """Lengths of packed rows: dense attention computes the scores between all responses in a row."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from tba.config.mistakes import choices
 from tba.config.tables import PolicyTable
-from tba.models import model_path
-from tba.models.forward import FLEX
+from tba.models import FLEX, model_path
 from tba.models.pretrained import load_empty_model, load_model
 from tba.weights import Weights, as_tensor, check_same_model, trained
 
@@ -79,8 +78,8 @@ def set_attention(model: Any, policy: PolicyTable, device: str) -> None:
         from tba.models.flex import register
 
         register()
-        attention = FLEX
-    if attention != "auto":
+        model.set_attn_implementation(FLEX)
+    elif attention != "auto":
         model.set_attn_implementation(attention)
 
 

@@ -16,8 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from tba.config.tables import PolicyTable
 from tba.learn.layouts import Layout, plan_of
 from tba.learn.policy import Policy
+from tba.models import EVERYONE, NOBODY
 from tba.models.flex import owned_blocks
-from tba.models.forward import EVERYONE, NOBODY, packing
+from tba.models.forward import packing
 from tba.models.lora import set_attention
 from tba.setup.machine import planned_machine
 from tba.setup.setup import check
