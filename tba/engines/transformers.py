@@ -19,9 +19,8 @@ from tba.config.schema import Config
 from tba.config.tables import Positive
 from tba.engines import Engine, SharedLock
 from tba.engines._choice import StopStrings, choose_tokens
+from tba.models import EVERYONE, NOBODY
 from tba.models.forward import (
-    EVERYONE,
-    NOBODY,
     attention_mask,
     logits_of,
     positions,

@@ -119,13 +119,10 @@ def kept(
 
 
 def group(prompt: int, responses: int, length: int, packed: int = 256) -> tuple[int, int, int]:
-    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length.
-
-    They are packed into one row of at most `packed` tokens, if possible.
-    """
+    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length."""
     own = length - 1  # the last token of a response predicts nothing
     tokens = prompt + responses * own
-    if tokens <= packed:
+    if tokens <= packed:  # into one row
         return tokens, tokens, tokens**2
     seen = prompt + own
     return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
@@ -296,14 +293,11 @@ class MemoryEstimate:
             responses = max(1, (t.pass_tokens - self.prompt) // max(1, length - 1))
             pass_ = np.array(group(self.prompt, responses, length, packed))
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
-        is_long = self.prompt + length > EAGER_TOKENS
-        is_fastest = c.policy.attention == "auto" and (self.machine.gpus or is_long)
-        mask = 0.0
-        if is_flex:
-            scores = 0
-        elif z.has_sdpa and (c.policy.attention == "sdpa" or is_fastest):
-            mask = 2 * scores if self.machine.gpus else 0.0  # each layer keeps it in bf16
-            scores = 0
+        is_best = self.machine.gpus or self.prompt + length > EAGER_TOKENS
+        is_fused = z.has_sdpa and c.policy.attention in ("sdpa", "flex", "auto" if is_best else "")
+        has_mask = is_fused and self.machine.gpus and not is_flex  # each layer keeps it in bf16
+        mask = 2 * scores if has_mask else 0
+        scores = 0 if is_fused else scores
         shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
         if not c.policy.gradient_checkpointing:
             return kept(z.layers, *shape) + z.layers * mask
@@ -361,8 +355,7 @@ class MemoryEstimate:
         c = self.config
         own = self.sizes.trained
         versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
-        if c.trainer.devices > 1:
-            versions += 1 + KEPT  # ranks' rows: a copy, and the files in which they send them
+        versions += 1 + KEPT if c.trainer.devices > 1 else 0  # rows of ranks: copied, and in files
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
             "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,
