@@ -121,6 +121,7 @@ class RankActor:
             del self._copies[number]
 
     def send_rows(self, number: int) -> Publication:
+        self._rows = None  # first: so that its memory is written again
         self._rows = self._copies.pop(number)()
         return self._rows
 

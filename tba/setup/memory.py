@@ -24,7 +24,6 @@ from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
 from tba.runs.checkpoint import checkpoint_size
-from tba.runtime.memory import KEPT
 from tba.setup.machine import Machine
 from tba.weights import PUBLISHED, trained
 
@@ -355,7 +354,7 @@ class MemoryEstimate:
         c = self.config
         own = self.sizes.trained
         versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
-        versions += 1 + KEPT if c.trainer.devices > 1 else 0  # rows of ranks: copied, and in files
+        versions += 2 if c.trainer.devices > 1 else 0  # rows of ranks: as copied, and as sent
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
             "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,
