@@ -37,11 +37,16 @@ FOUND_BY = {"pass": "pass rate", "regularised": "E r - beta KL"}
 SHOWN = {"pass": 3, "effective": 2, "distinct": 1, "tv": 2}
 """What a cell of a table shows, and with how many digits."""
 
-
-OBJECTIVES = {
+OBJECTIVES: dict[str, dict[str, str | float]] = {
     **{
         f"tb {taper}": {"objective.use": "tb", "objective.taper": taper, "objective.beta": 0.1}
         for taper in ("reward", "residual", "none")
+    },
+    "tb shift": {
+        "objective.use": "tb",
+        "objective.taper": "reward",
+        "objective.shift": 0.5,
+        "objective.beta": 0.1,
     },
     "tb_learned_z": {"objective.use": "tb_learned_z", "objective.beta": 0.1},
     "tba_prime": {"objective.use": "tba_prime", "objective.beta": 0.1},
