@@ -345,3 +345,8 @@ def _pad(rows: Sequence[np.ndarray], side: Literal["left", "right"] = "right") -
     padded = np.zeros(real.shape, rows[0].dtype)
     padded[real] = np.concatenate(rows)
     return torch.from_numpy(padded)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Return the position of each token, counted from the first real one; padding gets 0."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -23,12 +23,11 @@ from tba.models import EVERYONE, NOBODY
 from tba.models.forward import (
     attention_mask,
     logits_of,
-    positions,
     states_at_once,
     takes_masks,
 )
 from tba.models.lora import load_placed
-from tba.types import Completion, Sampling, Turn
+from tba.types import Completion, Sampling, Turn, positions
 from tba.weights import Weights, load_weights
 
 DROP = 1 / 8

@@ -7,9 +7,13 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Protocol
 
+from tba.config.schema import Config
 from tba.errors import StepError, WrongReference
 from tba.types import Batch
 from tba.weights import Publication
+
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256}
+"""Bytes of AdamW's moments per parameter, by `trainer.optimizer`."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,15 @@ class TrainerSizes:
     """Trainable parameters: all, or only the adapter's."""
     published_bytes: int
     """Bytes of one publication of the weights."""
+
+
+def checkpoint_size(config: Config, sizes: TrainerSizes) -> int:
+    """Return the size of a checkpoint without the replay buffer, in bytes."""
+    weights = 4 * sizes.trained  # with bf16 weights, half of it is in the optimizer's file
+    searcher = sizes.published_bytes if config.runtime.use == "local" else 0
+    reference = weights if config.policy.reset_reference_every else 0
+    moments = round(MOMENTS[config.trainer.optimizer] * sizes.trained)
+    return weights + moments + searcher + reference
 
 
 class Trainer(Protocol):

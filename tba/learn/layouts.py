@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tba.models import EVERYONE, NOBODY
-from tba.models.forward import Packing, positions
-from tba.types import TokenBatch
+from tba.models import EVERYONE, NOBODY, Packing
+from tba.types import TokenBatch, positions
 
 Layout = Literal["packed", "cached", "plain"]
 """packed: a prompt and its responses in one row; cached: the prompt first, then the responses with

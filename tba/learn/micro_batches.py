@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tba.learn.layouts import Layout, plan_of
-from tba.models.forward import Packing
+from tba.models import Packing
 from tba.types import AnyBatch, TokenBatch
 
 

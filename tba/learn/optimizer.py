@@ -11,9 +11,6 @@ from tba.config.tables import TrainerTable
 from tba.learn.policy import Policy
 from tba.weights import trained
 
-MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256}
-"""Bytes of AdamW's moments per parameter, by `trainer.optimizer`."""
-
 REST = "rest"
 """Key in the optimizer's state of the low 16 bits of an fp32 weight, which bf16 drops."""
 

@@ -15,12 +15,11 @@ from tba.models.forward import (
     has_plain_logits,
     logits_of,
     packing,
-    positions,
     select,
     states_at_once,
 )
 from tba.objectives import Head
-from tba.types import TokenBatch
+from tba.types import TokenBatch, positions
 
 SLOPES_AT_ONCE = 2**26
 """Elements in a block of gradients of the logits; each block adds one matmul for the weight."""

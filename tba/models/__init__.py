@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tba.config.mistakes import relative_to
 
@@ -17,6 +17,8 @@ EVERYONE = -1
 """Owner of a prompt's tokens, which all responses see."""
 NOBODY = -2
 """Owner of padding."""
+Packing = Literal["none", "short", "any"]
+"""Lengths of packed rows: dense attention computes the scores between all responses in a row."""
 
 
 def model_path(name: str, key: str = "policy.model") -> str:

@@ -15,10 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tba.models import EVERYONE, FLEX
+from tba.models import EVERYONE, FLEX, Packing
 
-Packing = Literal["none", "short", "any"]
-"""Lengths of packed rows: dense attention computes the scores between all responses in a row."""
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits per chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
@@ -102,11 +100,6 @@ def check_rotary(config: Any, shortest: int, longest: int) -> None:
             f" sampling.max_tokens or leave out prompts, so that none has more than {limit}; for"
             " sessions of a program, lower vllm's engine.max_model_len, or use another model"
         )
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Return the position of each token, counted from the first real one; padding gets 0."""
-    return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Any:

@@ -24,8 +24,7 @@ import numpy as np
 from tba.config.schema import Config, read_json
 from tba.display import size
 from tba.errors import TrainerLost
-from tba.learn import Trainer, TrainerSizes
-from tba.learn.optimizer import MOMENTS
+from tba.learn import Trainer, checkpoint_size
 from tba.learn.state import MODEL
 from tba.models.pretrained import Tokenizer
 from tba.replay.buffer import ReplayBuffer
@@ -350,12 +349,3 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
             " weights, and AdamW's two moments of them; free some, or choose a folder on another"
             " disk with run.folder=…"
         )
-
-
-def checkpoint_size(config: Config, sizes: TrainerSizes) -> int:
-    """Return the size of a checkpoint without the replay buffer, in bytes."""
-    weights = 4 * sizes.trained  # with bf16 weights, half of it is in the optimizer's file
-    searcher = sizes.published_bytes if config.runtime.use == "local" else 0
-    reference = weights if config.policy.reset_reference_every else 0
-    moments = round(MOMENTS[config.trainer.optimizer] * sizes.trained)
-    return weights + moments + searcher + reference

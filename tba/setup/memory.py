@@ -18,12 +18,10 @@ from tba.config.schema import Config
 from tba.config.tables import PASS_TOKENS, PolicyTable
 from tba.display import size
 from tba.engines import engine_in_bf16
-from tba.learn import TrainerSizes
-from tba.learn.optimizer import MOMENTS
+from tba.learn import MOMENTS, TrainerSizes, checkpoint_size
 from tba.models.forward import layers_of
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
-from tba.runs.checkpoint import checkpoint_size
 from tba.setup.machine import Machine
 from tba.weights import PUBLISHED, trained
 

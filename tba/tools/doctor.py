@@ -20,8 +20,8 @@ from tba.config.plugins import find, with_defaults
 from tba.config.schema import Config, assign_all
 from tba.display import printable, size
 from tba.engines import Engine, logp_gap_limit
+from tba.learn import checkpoint_size
 from tba.open import open_run
-from tba.runs.checkpoint import checkpoint_size
 from tba.runs.folder import CHECKPOINTS, is_full
 from tba.runs.generations import files_of
 from tba.runs.summary import installed

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 from build import ENVIRONMENT, as_settings, config
 
+from tba.learn import checkpoint_size
 from tba.open import run
-from tba.runs.checkpoint import checkpoint_size, newest
+from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, read
 from tba.runs.generations import files_of
 from tba.setup.setup import check

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tba.models.forward import positions
 from tba.tasks.judges import Text
 from tba.tasks.judges._model import ModelJudge
+from tba.types import positions
 
 
 @dataclass(frozen=True)
