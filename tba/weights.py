@@ -79,7 +79,7 @@ def published(tensors: Mapping[str, Tensor], bf16: bool) -> Iterator[tuple[str, 
         yield name, own.to(torch.bfloat16 if bf16 else torch.float32)
 
 
-def joined(parts: "Sequence[Weights]") -> Iterator[tuple[str, Tensor]]:
+def joined_rows(parts: "Sequence[Weights]") -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors one at a time, given the rows that each rank published, in order."""
     for name in parts[0].arrays:
         yield name, torch.cat([as_tensor(part.arrays[name]) for part in parts])

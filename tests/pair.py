@@ -142,7 +142,7 @@ def sent(model: Path, settings: tuple[str, ...], batch: Batch, rank: int) -> lis
     every = []
     for version in (2, 4):
         gradients(t, [batch, batch], [10_000, 10_000])
-        copies = [t.copy_rows(version), t.copy_reference_rows(version)]
+        copies = [t.copy_rows(version, is_reference) for is_reference in (False, True)]
         before = [p.detach().clone() for p in t.policy.parameters()]
         with torch.no_grad():
             for parameter in t.policy.parameters():

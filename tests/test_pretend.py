@@ -139,7 +139,10 @@ def test_a_copy_on_the_host_waits_once_for_all_its_tensors(tiny_model, tmp_path,
     """A checkpoint, and the rows that a rank publishes, go through pinned memory."""
     own = on_cuda(tiny_model)
     own.step(drawn(), 1)
-    copies = {"checkpoint": lambda: own.save(tmp_path), "rows": lambda: own.copy_reference_rows(2)}
+    copies = {
+        "checkpoint": lambda: own.save(tmp_path),
+        "rows": lambda: own.copy_rows(2, is_reference=True),
+    }
     for name, copy in copies.items():
         pretend.clear()
         copy()

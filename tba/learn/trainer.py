@@ -37,7 +37,7 @@ from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
 from tba.objectives import Objective, group_metrics
 from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
-from tba.weights import Direct, Probe, Publication, Transport, published, trained
+from tba.weights import Direct, Publication, Transport, published, trained
 
 
 @dataclass(frozen=True)
@@ -240,19 +240,17 @@ class SingleTrainer:
         tensors = published(trained(self.policy.model), bf16=False)
         return self.transport.send(version, tensors, None)
 
-    def copy_rows(self, version: int) -> Callable[[], Publication]:
-        """Copy this rank's rows now and return the function that sends them, with the probe."""
-        probe = publish.answer(self.policy, self.probe, version)
-        reshard(self.policy)  # the probe's pass left the embeddings unsharded
-        return self._rows(version, self.bf16_weights, probe)
+    def copy_rows(self, version: int, is_reference: bool) -> Callable[[], Publication]:
+        """Copy this rank's rows now and return the function that sends them, as `send` does.
 
-    def copy_reference_rows(self, version: int) -> Callable[[], Publication]:
-        """Copy this rank's rows in fp32 now and return the function that sends them."""
-        return self._rows(version, False, None)
-
-    def _rows(self, version: int, bf16: bool, probe: Probe | None) -> Callable[[], Publication]:
+        The rows of a reference are in fp32 and have no probe.
+        """
+        probe = None
+        if not is_reference:
+            probe = publish.answer(self.policy, self.probe, version)
+            reshard(self.policy)  # the probe's pass left the embeddings unsharded
         memory = self._free_rows.pop() if self._free_rows else HostCopy()
-        tensors = published(trained(self.policy.model), bf16)
+        tensors = published(trained(self.policy.model), self.bf16_weights and not is_reference)
         rows = {name: memory.add(tensor) for name, tensor in tensors}
         memory.wait()
 

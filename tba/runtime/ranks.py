@@ -46,7 +46,7 @@ from tba.runtime.cluster import Slot, check_seen
 from tba.runtime.deadline import Calls
 from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch
-from tba.weights import Publication, Transport, joined
+from tba.weights import Publication, Transport, joined_rows
 
 Errors = tuple[type[Exception], ...]
 """Types of errors that a rank survives: they are re-raised unchanged."""
@@ -106,19 +106,11 @@ class RankActor:
     def step(self, batch: Batch, step: int) -> dict[str, float]:
         return self._trainer.step(batch, step)
 
-    def copy(self, version: int, number: int, kept: Sequence[int]) -> None:
+    def copy(self, version: int, is_reference: bool, number: int, kept: Sequence[int]) -> None:
         """Copy this rank's rows of the weights, for `send_rows`; drop copies that are not kept."""
-        self._drop(kept)
-        self._copies[number] = self._trainer.copy_rows(version)
-
-    def copy_reference(self, version: int, number: int, kept: Sequence[int]) -> None:
-        """Do the same in fp32, for a reference."""
-        self._drop(kept)
-        self._copies[number] = self._trainer.copy_reference_rows(version)
-
-    def _drop(self, kept: Sequence[int]) -> None:
-        for number in self._copies.keys() - kept:
-            del self._copies[number]
+        for dropped in self._copies.keys() - kept:
+            del self._copies[dropped]
+        self._copies[number] = self._trainer.copy_rows(version, is_reference)
 
     def send_rows(self, number: int) -> Publication:
         self._rows = None  # first: so that its memory is written again
@@ -130,7 +122,7 @@ class RankActor:
         transport = self._trainer.transport
         received = [transport.receive(part) for part in parts]
         first = received[0]
-        self._sent = transport.send(first.version, joined(received), first.probe)
+        self._sent = transport.send(first.version, joined_rows(received), first.probe)
         return self._sent
 
     def save(self, folder: Path) -> None:
@@ -223,18 +215,19 @@ class ShardedTrainer:
         return self.copy(version)()
 
     def copy(self, version: int) -> Callable[[], Publication]:
-        return self._copy("copy", version)
+        return self._copy(version)
 
     def reference(self, version: int) -> Publication:
-        return self._copy("copy_reference", version)()
+        return self._copy(version, is_reference=True)()
 
-    def _copy(self, method: str, version: int) -> Callable[[], Publication]:
+    def _copy(self, version: int, is_reference: bool = False) -> Callable[[], Publication]:
         """Let each rank copy its rows; return the function that sends them.
 
         The ranks drop the copies of functions that no longer exist.
         """
         number = next(self._numbers)
-        self._call(method, "publish", version, number, [*self._unsent], passed=(NotFinite,))
+        copied = version, is_reference, number, [*self._unsent]
+        self._call("copy", "publish", *copied, passed=(NotFinite,))
         send = partial(self._send, number)
         self._unsent[number] = send
         return send

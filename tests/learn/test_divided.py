@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.learn import layouts, micro_batches, state
 from tba.learn.host import HostCopy
-from tba.weights import as_view, joined
+from tba.weights import as_view, joined_rows
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -153,7 +153,7 @@ def test_joined_rows_of_the_ranks_are_the_weights_at_the_time_of_the_copy(
     gradients(own, [batch], [10_000])
     expected = [own.send(2).payload, own.reference(2).payload] * 2
     for rows, exact in zip(zip(*parts, strict=True), expected, strict=True):
-        found = {name: as_view(tensor) for name, tensor in joined(rows)}
+        found = {name: as_view(tensor) for name, tensor in joined_rows(rows)}
         assert found.keys() == exact.arrays.keys()
         for name, array in exact.arrays.items():
             np.testing.assert_array_equal(found[name], array)

@@ -111,7 +111,7 @@ def test_messages_of_one_rank_of_eight(tiny_model, tmp_path):
     batch = random_batch(0, 8, samples=3, longest=6)
     t.step(batch, 1)
     counts = []
-    for call in (lambda: t.step(batch, 1), lambda: t.copy_rows(1)):
+    for call in (lambda: t.step(batch, 1), lambda: t.copy_rows(1, False)):
         with CommDebugMode() as sent:
             call()
         counts.append({str(name).rpartition(".")[2]: n for name, n in sent.comm_counts.items()})

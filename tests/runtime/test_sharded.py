@@ -114,7 +114,7 @@ def test_ranks_drop_copies_whose_functions_no_longer_exist():
     """A newer publication replaces one that waits; a copy that is being sent is kept."""
 
     class Source:
-        def copy_rows(self, version: int) -> Any:
+        def copy_rows(self, version: int, is_reference: bool) -> Any:
             return lambda: Publication(version, None)
 
     rank: Any = RankActor(Place("meta"), {})

@@ -43,7 +43,7 @@ def best_evaluation(evaluations: pd.DataFrame, measure: str) -> Row | None:
     return trained.loc[trained[column].idxmax()].to_dict()
 
 
-def best_step(evaluations: pd.DataFrame, measure: str) -> str:
+def best_score(evaluations: pd.DataFrame, measure: str) -> str:
     """Return the step of the best evaluation, with its score."""
     best = best_evaluation(evaluations, measure)
     return "–" if best is None else f"{best['step']:,.0f}: {score(best, measure, 'sampled')}"

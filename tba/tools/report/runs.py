@@ -33,7 +33,7 @@ from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
 from tba.runs.state import state_of
 from tba.tools.report.about import (
     best_checkpoint,
-    best_step,
+    best_score,
     changed_settings,
     main_settings,
     spans_of,
@@ -418,7 +418,11 @@ def report_runs(runs: Sequence[Path], out: Path | None = None, reload: float = 0
     charts = Charts([t for record in records for t in (record.steps, record.evaluations)])
     title = f"Comparison of {len(paths)} runs" if len(paths) > 1 else records[0].name
     headline = [
-        {"run": r.name, **r.headline(measures), "Best step": best_step(r.evaluations, measures[""])}
+        {
+            "run": r.name,
+            **r.headline(measures),
+            "Best step": best_score(r.evaluations, measures[""]),
+        }
         for r in records
     ]
     headline += [{"run": name, "Steps": "no metrics yet"} for name in begun]
@@ -427,7 +431,7 @@ def report_runs(runs: Sequence[Path], out: Path | None = None, reload: float = 0
     keys = pd.DataFrame({r.name: r.settings for r in records}).drop(index="run.folder").fillna("–")
     verdict, notes = compare([r.evaluated() for r in records], measures[""])
     take_turns = all(r.config["runtime"]["use"] == "local" for r in records)
-    differing = {r.name: keys[keys.nunique(axis=1) > 1][r.name] for r in records}
+    differing = keys[keys.nunique(axis=1) > 1].to_dict()
     values = {
         "title": title, "compared": len(paths) > 1, "runs": records,
         "headline": pd.DataFrame(headline).fillna("–"), "what": what, "facts": facts,
