@@ -143,12 +143,16 @@ class Process(ABC):
 
     async def _reply(self, number: int, seconds: float) -> tuple[str, Any]:
         """Return the next reply to a call. If it does not arrive in time, kill the child."""
+        replies = self._replies[number]
         try:
-            kind, value = await asyncio.wait_for(self._replies[number].get(), seconds)
+            kind, value = await asyncio.wait_for(replies.get(), seconds)
         except TimeoutError:
-            beside = len(self._replies) > 1
-            await self.end()
-            return "ended", ("", beside)
+            # another late call may have ended the child, and then ended itself; a new child may run
+            if replies.empty():
+                await self.end()
+            kind, value = replies.get_nowait()  # at the end, `_read` has replied to each call
+            if kind == "ended":
+                value = "", value[1]
         return kind, value
 
     async def end(self) -> None:
