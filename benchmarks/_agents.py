@@ -81,7 +81,7 @@ async def session(client: Any, row: dict[str, Any], pause: float) -> float:
 Holder = tuple[Callable[[int], Any], Callable[[], None]]
 
 
-def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> Holder:
+def sessions_of(side: str, model: str, folder: Path, prompts: int, samples: int) -> Holder:
     """Return what holds the sessions of a search with a seed, and what ends it."""
     from tba.config.schema import load
     from tba.setup.setup import check
@@ -111,16 +111,16 @@ def holder(side: str, model: str, folder: Path, prompts: int, samples: int) -> H
     if side in ("environment", "before"):
         return lambda seed: searcher.answer("", own, sampling, seed), searcher.close
     (agents,) = searcher.agents.values()
-    return lambda seed: agents.hold(own, sampling, seed, 3600.0), searcher.close
+    return lambda seed: agents.run_sessions(own, sampling, seed, 3600.0), searcher.close
 
 
 def main() -> None:
     side, model, *numbers = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        hold, close = holder(side, model, Path(folder), *map(int, numbers))
+        respond, close = sessions_of(side, model, Path(folder), *map(int, numbers))
         for line in sys.stdin:
             started = time.perf_counter()
-            responses = hold(int(line))
+            responses = respond(int(line))
             seconds = time.perf_counter() - started
             tokens = 0
             for group in responses.completions:

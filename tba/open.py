@@ -31,7 +31,7 @@ from tba.runs.folder import (
     rewind,
     write_json,
 )
-from tba.runs.generations import generations, going_on, recover
+from tba.runs.generations import generations, how_to_resume, recover
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
@@ -147,7 +147,7 @@ def run(
             is_saved = bool(generations(folder / CHECKPOINTS))
             if is_stopped or not is_saved or restarts == config.runtime.max_restarts:
                 after = f"{error} (after {restarts} restarts)" if restarts else str(error)
-                raise TrainerLost(f"{after}\n{going_on(folder)}") from error
+                raise TrainerLost(f"{after}\n{how_to_resume(folder)}") from error
             losses.append(str(error))
         restarts += 1
         resume = folder

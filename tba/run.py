@@ -17,7 +17,7 @@ from tba.errors import (
     TrainerLost,
     WrongReference,
 )
-from tba.learn import Trainer, TrainerSizes, unchanged
+from tba.learn import Trainer, TrainerSizes, before_weights_change
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.console import Console
@@ -35,7 +35,7 @@ from tba.runs.folder import (
     read_warnings,
     write_json,
 )
-from tba.runs.generations import going_on
+from tba.runs.generations import how_to_resume
 from tba.runs.journal import Journal
 from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_source, record_session
@@ -51,7 +51,7 @@ from tba.types import Group, collate
 SOUND = (SearchError, NoAnswerError, StepError)
 """Errors that end a run whose trainer can still be saved."""
 
-PATIENCE = 100
+MAX_SHORT_SEARCHES = 100
 """Maximum number of consecutive searches that give too few samples for a step."""
 
 
@@ -62,7 +62,7 @@ def train(run: "Run") -> None:
     for step in range(run.step, c.run.steps):
         if run.ending:
             break
-        with unchanged(step):
+        with before_weights_change(step):
             groups = run.sample()
             batch = collate(groups)
         metrics = run.trainer.step(batch, step)
@@ -108,7 +108,7 @@ class Run:
         if progress.counts:
             self.tracker.resume(progress.counts, search.stats)
         # groups kept out of the buffer for `runtime.lag`, or because a search ended the run
-        self.held = deque(search.held)
+        self.delayed = deque(search.delayed)
         self.journal = Journal(self.folder, c, progress.step)
         self.checkpoints = checkpoint.Checkpoints(
             folder=self.folder / CHECKPOINTS,
@@ -164,15 +164,15 @@ class Run:
         With a constant lag, the newest ones are held back.
         """
         behind = (self.config.runtime.lag or 0) * self.config.trainer.groups
-        missing = at_least + behind - len(self.held)
+        missing = at_least + behind - len(self.delayed)
         with search_errors("the search failed"):
-            self.held.extend(self.searchers.gather(max(0, missing)))
-        ready = len(self.held) - behind  # negative if a stop cut the search short
-        return [self.held.popleft() for _ in range(ready)]
+            self.delayed.extend(self.searchers.gather(max(0, missing)))
+        ready = len(self.delayed) - behind  # negative if a stop cut the search short
+        return [self.delayed.popleft() for _ in range(ready)]
 
     def collect(self, wait: str = "waited") -> None:
         """Store new groups, and wait for those that the next step needs; `wait` names the timer."""
-        for _ in range(PATIENCE):
+        for _ in range(MAX_SHORT_SEARCHES):
             with self.tracker.timed(wait):
                 groups = self.gather(self._awaited())
             self.missing = max(0, self.missing - len(groups))
@@ -180,7 +180,9 @@ class Run:
             if self.ending or not self._awaited():
                 return
         few = "samples are rejected, or have non-finite numbers (buffer/not_finite)"
-        raise SearchError(f"{PATIENCE} searches in a row gave too few samples for a step: {few}")
+        raise SearchError(
+            f"{MAX_SHORT_SEARCHES} searches in a row gave too few samples for a step: {few}"
+        )
 
     def _awaited(self) -> int:
         """Return the number of groups to wait for before the next step."""
@@ -317,7 +319,7 @@ class Run:
             pace=[*self.pace.marks],
         )
         search = self.searchers.state()
-        search = replace(search, held=(*self.held, *search.held))
+        search = replace(search, delayed=(*self.delayed, *search.delayed))
         beside: set[Path] = set()
         if self.config.checkpoint.keep_best:
             evaluating = {version for version, _ in self.requested.values()}
@@ -399,5 +401,5 @@ class Run:
             saved = "" if wrong else "The run has been saved: "
             half = f"trainer.learning_rate={self.config.trainer.learning_rate / 2:g}"
             lower = half if isinstance(error, NotFinite) and wrong != 0 else ""
-            error.args = (f"{error}\n{saved}{going_on(self.folder, wrong or 0, lower)}",)
+            error.args = (f"{error}\n{saved}{how_to_resume(self.folder, wrong or 0, lower)}",)
             raise

@@ -20,7 +20,7 @@ from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, read
 from tba.runs.stop import Stop
-from tba.scoring.verdicts import LARGEST, Rejected
+from tba.scoring.verdicts import MAX_REWARD, Rejected
 from tba.setup.setup import check
 from tba.tasks._data import rows
 
@@ -41,17 +41,17 @@ def test_rewards_that_are_no_list_are_not_taken_for_one(returned, kind):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_reward_whose_square_overflows_is_rejected(sign):
-    rewards = [sign * r for r in (1e308, 1e39, 1.1 * LARGEST, LARGEST, 1.0)]
+    rewards = [sign * r for r in (1e308, 1e39, 1.1 * MAX_REWARD, MAX_REWARD, 1.0)]
     verdicts = judge(lambda texts: rewards)
     rejected = ["not_finite"] * 3
-    assert reasons(verdicts) == [*rejected, sign * LARGEST, float(sign)]
+    assert reasons(verdicts) == [*rejected, sign * MAX_REWARD, float(sign)]
 
 
 class Large(Ones):
     """Rewards are the largest that are accepted, or 1."""
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> list[float | None]:
-        return [LARGEST if "1" in a.text else 1.0 for a in answers]
+        return [MAX_REWARD if "1" in a.text else 1.0 for a in answers]
 
 
 @pytest.mark.parametrize("objective", ["tb", "grpo", "ppo"])

@@ -3,7 +3,7 @@
 It talks to an endpoint on this machine through OpenAI's API; each session has its own path.
 
     thread of the search           event loop of the endpoint            process of the program
-    Agents.hold                 -> Agents._hold
+    Agents.run_sessions                 -> Agents._run_session
                                      AgentProcess.run                 -> rollout(base_url, row)
                                      Endpoint._chat                   <- POST .../chat/completions
                                        Session.ask
@@ -266,7 +266,7 @@ class Agents:
         self._process = AgentProcess(program, max_memory, start_deadline)
         self._slots = asyncio.Semaphore(program.concurrency)
 
-    def hold(
+    def run_sessions(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, seconds: float
     ) -> Responses:
         """Run `sampling.samples` sessions for each prompt, which end within `seconds`."""
@@ -275,17 +275,17 @@ class Agents:
         for prompt in prompts:
             row = prompt.row()
             for _ in range(sampling.samples):
-                holding = self._hold(row, sampling, seed, len(started), until)
-                started.append(self._endpoint.loop.begin(holding))
+                running = self._run_session(row, sampling, seed, len(started), until)
+                started.append(self._endpoint.loop.begin(running))
         while not all(each.done() for each in started):
             self._endpoint.turns.work(0.05)
         failure = self._endpoint.failure
         if failure is not None:
             raise failure
-        held = [each.result() for each in started]
-        self._endpoint.counts["agents/forks"] += sum(session.forks for session, _ in held)
+        results = [each.result() for each in started]
+        self._endpoint.counts["agents/forks"] += sum(session.forks for session, _ in results)
         s = sampling.samples
-        groups = [held[i : i + s] for i in range(0, len(held), s)]
+        groups = [results[i : i + s] for i in range(0, len(results), s)]
         return self._responses(groups, sampling.max_tokens)
 
     def counts(self) -> Mapping[str, int]:
@@ -298,7 +298,7 @@ class Agents:
         """Close the endpoint; the process ends with its event loop."""
         self._endpoint.close()
 
-    async def _hold(
+    async def _run_session(
         self, row: Mapping[str, Any], sampling: Sampling, seed: int, sample: int, until: float
     ) -> SessionResult:
         """Run one session; rerun it alone if another session may have ended its process."""

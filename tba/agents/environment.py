@@ -66,7 +66,7 @@ class Dialogues:
     def chat(self) -> Chat:
         return chat_of(self.text, self.tools)
 
-    def hold(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Responses:
+    def run_dialogues(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Responses:
         """Answer each prompt in `sampling.samples` dialogues."""
         groups = self._open(prompts, sampling)
         everyone = list(chain(*groups))
@@ -76,8 +76,8 @@ class Dialogues:
             waiting = [d for d in everyone if d.calls]
             results += self._call_tools(waiting, sampling.max_tokens)
             if turn < self.tools.max_turns:
-                going_on = [d for d in waiting if isinstance(d.environment, Environment)]
-                self._sample(going_on, sampling, seed, turn)
+                unfinished = [d for d in waiting if isinstance(d.environment, Environment)]
+                self._sample(unfinished, sampling, seed, turn)
         completions = []
         answers = []
         for group in groups:

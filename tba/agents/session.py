@@ -28,7 +28,7 @@ from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
 History = Literal["append", "template"]
 """How the policy sees the past: as its own tokens, or as the chat template renders it."""
 
-AT_ONCE = 1024
+MAX_TURN_THREADS = 1024
 """Maximum number of turns that an engine samples at once, if they join a running batch."""
 TOKENISING = 0.1
 """Maximum number of seconds that a batch waits for requests that are being tokenised."""
@@ -283,7 +283,7 @@ class Turns:
         self._changed = threading.Condition()  # guards `_waiting` and `_expected`
         self._expected = 0
         self._waiting: list[tuple[Turn, Future[Completion]]] = []
-        self._threads = ThreadPoolExecutor(AT_ONCE, "turn") if joins_batches else None
+        self._threads = ThreadPoolExecutor(MAX_TURN_THREADS, "turn") if joins_batches else None
 
     @property
     def waiting(self) -> int:

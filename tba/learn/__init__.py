@@ -74,7 +74,7 @@ class Trainer(Protocol):
 
 
 @contextmanager
-def unchanged(step: int) -> Iterator[None]:
+def before_weights_change(step: int) -> Iterator[None]:
     """Wrap the part of a step before any weight changes: errors in it become StepError."""
     try:
         yield

@@ -17,7 +17,7 @@ from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.engines import engine_in_bf16
 from tba.errors import NotFinite, WrongReference
-from tba.learn import TrainerSizes, publish, state, unchanged
+from tba.learn import TrainerSizes, before_weights_change, publish, state
 from tba.learn.checks import check_lengths, checked_loss, warm_up
 from tba.learn.host import HostCopy
 from tba.learn.micro_batches import (
@@ -151,7 +151,7 @@ class SingleTrainer:
         """Compute this rank's part of a step; return metrics over all ranks."""
         started = time.perf_counter()
         # with several ranks, the others wait for one that fails: nothing can be saved
-        with unchanged(step) if self.ranks == 1 else nullcontext():
+        with before_weights_change(step) if self.ranks == 1 else nullcontext():
             for name in ("reward", "ref_logp", "behavior_logp"):  # `value` may be NaN: no estimate
                 if not batch.tensors()[name].isfinite().all():
                     raise NotFinite(

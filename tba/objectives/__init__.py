@@ -23,7 +23,7 @@ Loss = tuple[PerGroup, dict[str, PerGroup]]
 Importance = Literal["none", "token", "sequence"]
 Taper = Literal["reward", "residual", "none"]
 """Which responses of trajectory balance have the weight min(pi / mu, 1): see `tapered`."""
-LARGEST = 20.0
+MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before exponentiation: e^20 is large enough, and finite."""
 MOST_K3 = 10.0
 """Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
@@ -144,7 +144,7 @@ def log_ratio(logp: PerToken, batch: Batch) -> PerToken:
 
 def ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(log_ratio), finite for any finite input."""
-    return log_ratio.clamp(-LARGEST, LARGEST).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
@@ -195,7 +195,7 @@ def kl_k3(logp: PerToken, batch: Batch) -> PerToken:
 
     As a loss, its expected gradient on policy is the gradient of KL(ref, pi).
     """
-    difference = ((batch.ref_logp - logp) * batch.mask).clamp(max=LARGEST)
+    difference = ((batch.ref_logp - logp) * batch.mask).clamp(max=MAX_LOG_RATIO)
     return difference.expm1() - difference  # exp(x) - 1 would lose a small x to rounding
 
 

@@ -2,7 +2,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tba.objectives import LARGEST, Loss, Objective, PerToken, log_ratio, standardised, token_mean
+from tba.objectives import (
+    MAX_LOG_RATIO,
+    Loss,
+    Objective,
+    PerToken,
+    log_ratio,
+    standardised,
+    token_mean,
+)
 from tba.types import Batch
 
 
@@ -25,7 +33,7 @@ class Vespo(Objective):
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
         advantage = standardised(batch.reward)
-        change = log_ratio(logp.detach(), batch).sum(-1).clamp(-LARGEST, LARGEST)
+        change = log_ratio(logp.detach(), batch).sum(-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         k = torch.where(advantage >= 0, 2.0, 3.0)
         rate = torch.where(advantage >= 0, 3.0, 2.0)
         phi = (k * change - rate * change.expm1()).exp()

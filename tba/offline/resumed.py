@@ -70,29 +70,29 @@ def renewed(
     many samples.
     """
     c = setup.config
-    held = search.held
+    delayed = search.delayed
     if replay == "drop":
         buffer.clear()
-        held = ()
+        delayed = ()
     elif replay == "rescore":
-        held = rescore(buffer, held, setup.search_setup(), setup.text, device, tell)
+        delayed = rescore(buffer, delayed, setup.search_setup(), setup.text, device, tell)
     if c.runtime.searchers == 0 and not len(buffer):
         raise ValueError(ALONE)
     first = 0 if replay == "keep" or len(buffer) else c.first_fill
-    new = c.trainer.groups + len(held) if c.asynchronous else 0  # no step on old data only
+    new = c.trainer.groups + len(delayed) if c.asynchronous else 0  # no step on old data only
     progress = replace(progress, missing=max(progress.missing, first, new))
-    return progress, replace(search, held=held)
+    return progress, replace(search, delayed=delayed)
 
 
 def rescore(
     buffer: ReplayBuffer,
-    held: Sequence[Group],
+    delayed: Sequence[Group],
     setup: SearchSetup,
     text: Tokenizer,
     device: str,
     tell: Callable[[str], None],
 ) -> tuple[Group, ...]:
-    """Score the buffer and the `held` groups again, as a search would; return the held groups.
+    """Score the buffer and the delayed groups again, as a search would; return the delayed ones.
 
     Rejected samples are dropped. Raises ValueError if their share exceeds `reward.max_rejected`.
     """
@@ -133,7 +133,7 @@ def rescore(
         scoring.wait_until_ready()
         buffer.rescore(score)
         kept = []
-        for group, rewards in zip(held, score(held), strict=True):
+        for group, rewards in zip(delayed, score(delayed), strict=True):
             pairs = zip(group.trajectories, rewards, strict=True)
             rewarded = tuple(replace(t, reward=r) for t, r in pairs if not math.isnan(r))
             if rewarded:

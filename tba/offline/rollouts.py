@@ -37,7 +37,7 @@ from tba.prompt import Message, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import chosen
 from tba.runs.folder import read_config
-from tba.scoring.verdicts import LARGEST
+from tba.scoring.verdicts import MAX_REWARD
 from tba.setup.setup import RunSetup
 from tba.types import SAMPLED, Completion, Group, marks_of
 
@@ -59,7 +59,7 @@ OF_ROLE = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 class Row(BaseModel, strict=True, extra="forbid"):
     """Keys of a row. `version` is ignored: samples get version 0 in the new run."""
 
-    reward: float = Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)
+    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)
     group: str | int = ""
     columns: dict[str, Any] = {}
     version: Any = 0

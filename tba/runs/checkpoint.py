@@ -35,7 +35,7 @@ from tba.runs.generations import (
     damage,
     files_of,
     generations,
-    held,
+    locked_generations,
     path_of,
     put,
     remove,
@@ -48,7 +48,7 @@ from tba.search.result import SearchStats
 from tba.weights import read_weights, write_weights
 
 STATE = "state.json"
-HELD = "held.jsonl"
+DELAYED = "delayed.jsonl"
 SEARCH_WEIGHTS = "search_weights.safetensors"
 REFERENCE = "reference.safetensors"
 BEST = "best"
@@ -208,7 +208,7 @@ def _write_search(folder: Path, search: SearchState, progress: Progress) -> None
     for weights, name in ((search.weights, SEARCH_WEIGHTS), (search.reference, REFERENCE)):
         if weights is not None:
             write_weights(weights, folder / name)
-    save_groups(list(search.held), folder / HELD)
+    save_groups(list(search.delayed), folder / DELAYED)
     state = {"format": FORMAT, "progress": asdict(progress), "cursor": search.cursor}
     state |= {"tasks": search.tasks, "stats": search.stats.to_json()}
     (folder / STATE).write_text(json.dumps(state), "utf-8")
@@ -285,7 +285,7 @@ def kept_beside(run: Path, scores: Mapping[int, float], evaluating: Set[int]) ->
 @contextmanager
 def chosen(run: Path, step: int | str | None = None) -> Iterator[Path]:
     """Choose a checkpoint, and lock it so that a training run does not remove it."""
-    with held(run / CHECKPOINTS) as complete:
+    with locked_generations(run / CHECKPOINTS) as complete:
         yield choose_checkpoint(run, step, complete)
 
 
@@ -333,7 +333,7 @@ def restore(
         stats=SearchStats.from_json(state["stats"]),
         weights=read_weights(generation / SEARCH_WEIGHTS),
         reference=read_weights(generation / REFERENCE),
-        held=load_groups(generation / HELD),
+        delayed=load_groups(generation / DELAYED),
     )
     known = {n: value for n, value in state["progress"].items() if n in Progress.__annotations__}
     return Progress(**known), search

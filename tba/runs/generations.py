@@ -23,7 +23,7 @@ NAME = re.compile(r"\.?step-\d{8,}")
 """Names of the folders that a save creates; other folders are left alone."""
 
 READ = re.compile(
-    r"(optimizer.*|head|reference|search_weights)\.safetensors|held\.jsonl"
+    r"(optimizer.*|head|reference|search_weights)\.safetensors|delayed\.jsonl"
     r"|model/(adapter_\w+\.(json|safetensors)|model\.safetensors\.index\.json)"
 )
 """Names of optional files that are read when present."""
@@ -48,7 +48,7 @@ def generations(folder: Path) -> list[Path]:
     return sorted(complete, key=step_of)
 
 
-def going_on(run: Path, wrong: int = 0, setting: str = "") -> str:
+def how_to_resume(run: Path, wrong: int = 0, setting: str = "") -> str:
     """Return how to continue a run: from its newest checkpoint, or the last before step `wrong`."""
     saved = generations(run / CHECKPOINTS)
     later = [quote(str(each)) for each in saved if 0 < wrong <= step_of(each)]
@@ -61,17 +61,17 @@ def going_on(run: Path, wrong: int = 0, setting: str = "") -> str:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[list[Path]]:
+def locked_generations(folder: Path) -> Iterator[list[Path]]:
     """Lock the complete checkpoints, so that a training run does not remove them; yield them."""
     with ExitStack() as locks:
         for _ in range(TRIES):  # all of them may be removed between the listing and the locks
-            complete = [each for each in generations(folder) if _hold(each, locks)]
+            complete = [each for each in generations(folder) if _lock(each, locks)]
             if complete or not generations(folder):
                 break
         yield complete
 
 
-def _hold(generation: Path, locks: ExitStack) -> bool:
+def _lock(generation: Path, locks: ExitStack) -> bool:
     """Lock a checkpoint until `locks` closes; return False if it is being removed."""
     manifest = generation / MANIFEST
     if not manifest.is_file():

@@ -63,7 +63,7 @@ class SearcherActor:
         self._refuse_wrong()
         return str(ray.get_runtime_context().get_node_id())
 
-    def publish(self, weights: Publication) -> None:
+    def load_weights(self, weights: Publication) -> None:
         """Load newer weights while searches run."""
         self._enter()
         # not while an evaluation or a change of the reference holds the lock exclusively

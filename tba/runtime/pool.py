@@ -131,10 +131,10 @@ class SearcherHandle:
         ref = self._call(SEARCH, self.actor.evaluate, piece.number, weights, reference)
         self.tasks.append(SearcherTask("evaluate", ref, piece=piece, reference=reference))
 
-    def publish(self, weights: Publication, published: float) -> None:
+    def send(self, weights: Publication, published: float) -> None:
         self.version = weights.version
         self.sent = time.monotonic()
-        ref = self._call(CONTROL, self.actor.publish, weights)
+        ref = self._call(CONTROL, self.actor.load_weights, weights)
         self.tasks.append(SearcherTask("publish", ref, weights=weights, published=published))
 
     def _call(self, group: str, method: Any, *arguments: Any) -> Any:
@@ -289,7 +289,7 @@ class Pool:
             return
         for handle in self.handles:
             if handle.version != newest.version and handle.accepts_weights(len(self.handles)):
-                handle.publish(newest, self.published)
+                handle.send(newest, self.published)
 
     def phase(self, evaluations: "Evaluations", arrived: int, wanted: int) -> str:
         """Describe what the trainer waits for: groups, if `wanted` is not 0, or evaluations."""

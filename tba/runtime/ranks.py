@@ -55,7 +55,7 @@ ENDED_BY_USER: Errors = (NotFinite, WrongReference, ValueError)
 CAUSE = 1.0
 """Seconds after a rank's error in which the death of another rank counts as its cause."""
 
-LARGEST = 2**28
+MAX_BYTES_SENT = 2**28
 """Limit in bytes on what a rank sends to others after its part of a step."""
 
 WRITING = "writing"
@@ -143,7 +143,7 @@ def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     text = json.dumps(_plain(ran)).encode()
     longest = torch.tensor(len(text), device=device)
     distributed.all_reduce(longest, distributed.ReduceOp.MAX)
-    if longest >= LARGEST:
+    if longest >= MAX_BYTES_SENT:
         raise RuntimeError(f"received {int(longest):,} bytes, more than a trainer rank sends")
     own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
     every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]

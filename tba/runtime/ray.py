@@ -11,7 +11,7 @@ Ray is lost, the next call raises ClusterLostError; `state` and `close` still wo
       PromptStream.done     _hand_out_searches
                               PromptStream.take
                               SearcherHandle.search -->     search(prompts)
-                            Pool.send_newest       -->      publish(weights)
+                            Pool.send_newest       -->      load_weights(weights)
                             ended, _receive        <--      results: _results, Evaluations.done
     evaluate                Pool.late, _restart    -->      killed; PromptStream.put_back
       Evaluations.request

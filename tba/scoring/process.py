@@ -29,7 +29,7 @@ from tba.config.mistakes import masked
 from tba.config.secrets import is_secret
 from tba.errors import EngineError, RewardError
 from tba.scoring.child import STARTED
-from tba.scoring.verdicts import LONGEST, Reason, Rejected, Verdict, parse_score
+from tba.scoring.verdicts import MAX_MESSAGE, Reason, Rejected, Verdict, parse_score
 from tba.tasks import Itemized, Program
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class Process(ABC):
                 await self.end()
                 value = ("after a reply that cannot be read", False)
         if kind == "raised":
-            return Rejected(Reason.RAISED, masked(str(value))[-LONGEST:])
+            return Rejected(Reason.RAISED, masked(str(value))[-MAX_MESSAGE:])
         how, beside = value or ("", False)  # the child may have cancelled a call that is late
         if beside and not last:
             return None
@@ -194,7 +194,7 @@ class Process(ABC):
             return f"its process ended {value[0]}"
         if kind == "failed":
             await self.end()
-            return masked(str(value))[-LONGEST:]
+            return masked(str(value))[-MAX_MESSAGE:]
         return ""
 
     async def _read(self, child: Child, reader: asyncio.StreamReader) -> None:

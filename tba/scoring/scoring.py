@@ -26,7 +26,7 @@ from tba.prompt import Answer, Prompt
 from tba.scoring.calls import TaskCalls
 from tba.scoring.process import EventLoop, Process
 from tba.scoring.verdicts import Reason, Rejected, ToolResult, Verdict, from_json, rejection
-from tba.tasks import AT_ONCE, REWARD, ScorerName, Task
+from tba.tasks import MAX_CONCURRENT_CALLS, REWARD, ScorerName, Task
 
 TIMEOUTS = 2
 """Consecutive timeouts after which the remaining groups are not tried."""
@@ -198,7 +198,7 @@ class Scoring:
         """Return the results of a call for each of some environments."""
         deadline = min(self._deadline, self._longest)
         # the process itself gives up late environments, and needs a little time to report that
-        seconds = math.ceil(len(each) / AT_ONCE) * deadline + GRACE / 2
+        seconds = math.ceil(len(each) / MAX_CONCURRENT_CALLS) * deadline + GRACE / 2
         limit = f"reward.deadline = {self._deadline:g} s"
         late = f"the environments did not answer within {seconds:g} s ({limit})"
         request = [call, name, deadline, each, *more]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from tba.types import Completion
 
-LONGEST = 10_000
+MAX_MESSAGE = 10_000
 """Longest error message to keep, in characters."""
-LARGEST = 1e12
+MAX_REWARD = 1e12
 """Largest absolute value of a reward: losses square it, in float32."""
 
 
@@ -41,7 +41,7 @@ class Reason(StrEnum):
     NOT_A_NUMBER = "not_a_number"
     """The reward is an object that is not a number."""
     NOT_FINITE = "not_finite"
-    """The reward is NaN, infinite, or larger than `LARGEST`."""
+    """The reward is NaN, infinite, or larger than `MAX_REWARD`."""
     WRONG_LENGTH = "wrong_length"
     """A call did not return one reward for each completion."""
     NO_CALL = "no_call"
@@ -109,8 +109,10 @@ def parse_score(score: Any) -> Verdict:
         return Rejected(Reason.NONE, "no reward function gave this sample a reward")
     if (value := number(score)) is None:
         return Rejected(Reason.NOT_A_NUMBER, f"a reward is {reprlib.repr(score)}")
-    if not abs(value) <= LARGEST:  # also rejects NaN
-        return Rejected(Reason.NOT_FINITE, f"a reward is {value}; it must be between ±{LARGEST:g}")
+    if not abs(value) <= MAX_REWARD:  # also rejects NaN
+        return Rejected(
+            Reason.NOT_FINITE, f"a reward is {value}; it must be between ±{MAX_REWARD:g}"
+        )
     return score if isinstance(score, Itemized) else value
 
 
@@ -146,7 +148,7 @@ def rejection(error: BaseException) -> Rejected:
     """Return the rejection of a call that raised this error, with the user's traceback."""
     if isinstance(error, WrongLength):
         return Rejected(Reason.WRONG_LENGTH, str(error))
-    text = masked(raised(error))[-LONGEST:]
+    text = masked(raised(error))[-MAX_MESSAGE:]
     # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:

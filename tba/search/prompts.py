@@ -19,7 +19,7 @@ from tba.weights import Weights
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 1000
+MAX_QUARANTINED_CHOICES = 1000
 """Consecutive times that a selection may choose only prompts in quarantine."""
 
 
@@ -61,7 +61,7 @@ class PromptStream:
         again = [name for name in self._again if not self._is_left_out(name)]
         self._again = again[count:]
         taken = [self._prompts[name] for name in again[:count]]
-        for _ in range(PATIENCE):
+        for _ in range(MAX_QUARANTINED_CHOICES):
             missing = count - len(taken)
             if not missing:
                 break
@@ -190,5 +190,5 @@ class SearchState:
     stats: SearchStats  # statistics of all groups that were found
     weights: Weights | None  # weights to search with; None if these are the newest (ray)
     reference: Weights | None  # weights of the reference, if it has been reset
-    held: tuple[Group, ...] = ()
+    delayed: tuple[Group, ...] = ()
     """Groups that are not in the buffer yet, due to a lag or a search that ended the run."""

@@ -20,27 +20,27 @@ class Reference:
     """A policy that is not trained. `version` is its weights' version; 0 is the initial model.
 
     In a LoRA run it is the policy's model without its adapter, or with a frozen one. Searches and
-    `load_weights` may run in several threads. `hold` gives exclusive use of the model, which may
-    belong to an engine.
+    `load_weights` may run in several threads. `exclusive` gives exclusive use of the model, because
+    it may belong to an engine.
     """
 
     def __init__(
         self,
         policy: Policy,
         token_budget: int,
-        hold: Callable[[], AbstractContextManager[Any]] | None = None,
+        exclusive: Callable[[], AbstractContextManager[Any]] | None = None,
     ):
         self.policy = policy
         self.version = 0
         self._is_adapted = lora.is_adapted(policy.model)
         self._token_budget = token_budget
         lock = Lock()
-        self._hold = hold or (lambda: lock)
+        self._exclusive = exclusive or (lambda: lock)
 
     def load_weights(self, weights: Weights) -> None:
         """Replace all weights by a policy's; if that raises, keep the old ones."""
         load = lora.load_reference if self._is_adapted else load_weights
-        with self._hold():
+        with self._exclusive():
             load(self.policy.model, weights)
             self.version = weights.version
 
@@ -69,7 +69,7 @@ class Reference:
         if self._is_adapted:
             in_use = lora.reference_weights
         # the version is read under the lock: another thread may load other weights afterwards
-        with self._hold(), in_use(self.policy.model):
+        with self._exclusive(), in_use(self.policy.model):
             for part in parts:
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 marks = [[marks_of(c) for c in responses[i]] for i in part]

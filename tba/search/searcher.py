@@ -86,9 +86,9 @@ class SearchSetup:
         elif c.policy.lora is None or model is None:
             reference = self.reference(device, bf16)
         else:  # without its adapter, the model of the engine or the trainer is the reference
-            hold = None if engine.model is None else engine.lend
+            exclusive = None if engine.model is None else engine.lend
             policy = self._policy(model, bf16)
-            reference = Reference(policy, c.trainer.pass_tokens, hold)
+            reference = Reference(policy, c.trainer.pass_tokens, exclusive)
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
@@ -241,10 +241,10 @@ class Searcher:
         task = self.scoring.tasks[name]
         if name in self.agents:
             seconds = share * self.setup.config.runtime.task_deadline
-            return self.agents[name].hold(prompts, sampling, seed, seconds)
+            return self.agents[name].run_sessions(prompts, sampling, seed, seconds)
         if task.tools is not None:
             dialogues = Dialogues(self.engine, self.text, self.scoring, name, task.tools)
-            return dialogues.hold(prompts, sampling, seed)
+            return dialogues.run_dialogues(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]
         completions = self.engine.generate(tokens, sampling, seed_of(seed, Use.GENERATION, 0))
         answers = []

@@ -19,7 +19,7 @@ from tba.prompt import Answer, Prompt
 Scores = Sequence[float | None]
 """One reward for each answer, in order; None for an answer that cannot be scored."""
 
-AT_ONCE = 64
+MAX_CONCURRENT_CALLS = 64
 """Most tool calls that run at once."""
 
 
@@ -315,8 +315,8 @@ def within(seconds: float, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:  # untrusted: even SystemExit must become a result
             outcomes[place] = error
 
-    for start in range(0, len(calls), AT_ONCE):
-        places = range(start, min(start + AT_ONCE, len(calls)))
+    for start in range(0, len(calls), MAX_CONCURRENT_CALLS):
+        places = range(start, min(start + MAX_CONCURRENT_CALLS, len(calls)))
         until = time.monotonic() + seconds
         threads = [Thread(target=run, args=[p], daemon=True, name="tool") for p in places]
         for thread in threads:

@@ -46,7 +46,7 @@ REASONS = {
 }  # fmt: skip
 """What a session does, and why it is rejected, if so."""
 PROMPTS = 32
-OURS = {"Endpoint._chat", "Endpoint._sampled", "Agents._hold", "AgentProcess.run"}
+OURS = {"Endpoint._chat", "Endpoint._sampled", "Agents._run_session", "AgentProcess.run"}
 """What must not run when the sessions have ended."""
 
 

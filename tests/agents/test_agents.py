@@ -286,13 +286,13 @@ def test_sessions_of_an_evaluation_end_within_the_deadline_of_its_task(agent, he
     """Greedy and sampled ones together, or a program that hangs would cost the searcher."""
     searcher, _ = held(agent("once", "1", settings=["runtime.task_deadline=40"]))
     given: list[float] = []
-    hold = Agents.hold
+    run_sessions = Agents.run_sessions
 
     def recorded(*arguments: Any) -> Responses:
         given.append(arguments[-1])
-        return hold(*arguments)
+        return run_sessions(*arguments)
 
-    monkeypatch.setattr(Agents, "hold", recorded)
+    monkeypatch.setattr(Agents, "run_sessions", recorded)
     evaluate_piece(searcher, 0)
     searcher.search(searcher.setup.held_out, seed=1)
     assert given == [18.0, 18.0, 36.0]

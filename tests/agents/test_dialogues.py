@@ -411,7 +411,7 @@ def test_a_run_with_an_environment_resumes_exactly(tmp_path):
     *_, last = (r for r in read(tmp_path / "part" / METRICS) if "tools/calls" in r)
     assert last["tools/calls"] > 20 and "tools/failures" not in last
     generation = newest(tmp_path / "part" / "checkpoints")
-    held = load_groups(generation / "held.jsonl")
+    held = load_groups(generation / "delayed.jsonl")
     assert any(t.sampled is not None for g in held for t in g.trajectories)
 
 

@@ -44,7 +44,7 @@ def test_a_run_that_holds_groups_back_resumes_exactly(objective, tiny_model, tmp
     Objectives with a state of their own, and one without.
     """
     files = resumes(tiny_model, tmp_path, objective, *HELD_BACK)
-    assert {"held.jsonl", "reference.safetensors", "search_weights.safetensors"} <= files.keys()
+    assert {"delayed.jsonl", "reference.safetensors", "search_weights.safetensors"} <= files.keys()
     assert ("head.safetensors" in files) == (objective in HEADED)
     if objective in HEADED:
         learned = load_weights(files["head.safetensors"]).values()

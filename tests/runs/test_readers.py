@@ -12,7 +12,15 @@ from build import Slow
 from build import save_checkpoint as save
 
 from tba.runs.checkpoint import Checkpoints, choose_checkpoint, chosen
-from tba.runs.generations import MANIFEST, damage, generations, held, path_of, remove, step_of
+from tba.runs.generations import (
+    MANIFEST,
+    damage,
+    generations,
+    locked_generations,
+    path_of,
+    remove,
+    step_of,
+)
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ def test_what_is_being_removed_is_not_chosen(folder, saves):
     listed = generations(folder)
     remove(listed[0])
     saves(2)
-    with held(folder) as complete:
+    with locked_generations(folder) as complete:
         assert [step_of(g) for g in complete] == [2]
         assert choose_checkpoint(folder.parent, None, complete) == path_of(folder, 2)
     with pytest.raises(ValueError, match="no such checkpoint"), chosen(folder.parent, 1):

@@ -125,7 +125,7 @@ def test_searches_run_at_once_and_weights_arrive_under_them(actor, steps, thread
     running = [search(threads, actor, number) for number in (0, 1)]
     for number in (0, 1):
         wait(steps.begun[number])
-    threads.submit(actor.publish, weights(3)).result(SECONDS)
+    threads.submit(actor.load_weights, weights(3)).result(SECONDS)
     for number in (1, 0):
         steps.ended[number].set()
         assert running[number].result(SECONDS).stats.counts["samples_generated"] == 1
@@ -148,10 +148,10 @@ def test_a_wrong_searcher_returns_nothing_more(threads):
     actor = SearcherActor(Setup(steps), Place("cpu"), False, {}, receive, None)
     before = search(threads, actor, 0)
     wait(steps.begun[0])
-    calls = [threads.submit(actor.publish, weights(3))]
+    calls = [threads.submit(actor.load_weights, weights(3))]
     wait_for(calls)
     steps.ended[0].set()
-    calls += [before, search(threads, actor, 1), threads.submit(actor.publish, weights(4))]
+    calls += [before, search(threads, actor, 1), threads.submit(actor.load_weights, weights(4))]
     for call in calls:
         with pytest.raises(SearchError, match="version 3"):
             call.result(SECONDS)
@@ -191,7 +191,7 @@ def test_a_piece_of_the_newest_weights_runs_beside_searches(actor, steps, thread
     wait(steps.begun[0])
     piece = threads.submit(actor.evaluate, 0, weights(4), None)
     wait(steps.begun["piece 0"])
-    publication = threads.submit(actor.publish, weights(6))
+    publication = threads.submit(actor.load_weights, weights(6))
     while not actor._loading.locked():
         pass
     later = search(threads, actor, 1)
@@ -210,7 +210,7 @@ def test_a_piece_of_the_newest_weights_runs_beside_searches(actor, steps, thread
 def test_a_piece_of_older_weights_runs_alone_and_searches_go_on_with_the_newest(
     actor, steps, threads
 ):
-    threads.submit(actor.publish, weights(6)).result(SECONDS)
+    threads.submit(actor.load_weights, weights(6)).result(SECONDS)
     running = search(threads, actor, 0)
     wait(steps.begun[0])
     pieces = [threads.submit(actor.evaluate, number, weights(4), None) for number in (0, 1)]
@@ -230,10 +230,10 @@ def test_a_piece_of_older_weights_runs_alone_and_searches_go_on_with_the_newest(
 def test_weights_that_arrive_while_an_older_version_is_evaluated_are_loaded_after_it(
     actor, steps, threads
 ):
-    threads.submit(actor.publish, weights(6)).result(SECONDS)
+    threads.submit(actor.load_weights, weights(6)).result(SECONDS)
     piece = threads.submit(actor.evaluate, 0, weights(4), None)
     wait(steps.begun["piece 0"])
-    publication = threads.submit(actor.publish, weights(7))
+    publication = threads.submit(actor.load_weights, weights(7))
     steps.ended["piece 0"].set()
     steps.ended[0].set()
     assert piece.result(SECONDS) == 4
@@ -245,7 +245,7 @@ def test_weights_that_arrive_while_an_older_version_is_evaluated_are_loaded_afte
 def test_idle_time_and_loads_are_counted_once(actor, steps, threads):
     for number in range(4):
         steps.ended[number].set()
-    threads.submit(actor.publish, weights(1)).result(SECONDS)
+    threads.submit(actor.load_weights, weights(1)).result(SECONDS)
     first = search(threads, actor, 0).result(SECONDS).stats
     second = search(threads, actor, 1).result(SECONDS).stats
     assert first.seconds["load_weights"] > 0 and first.latest.get("sync/logp_gap") == 0.25

@@ -17,7 +17,7 @@ def groups(*names: str) -> list[Group]:
     return [Group(Prompt(name, "?"), np.array([1], np.int32), ()) for name in names]
 
 
-def lagged(behind: int, *held: str) -> tuple[Any, Callable[[int], list[str]]]:
+def lagged(behind: int, *delayed: str) -> tuple[Any, Callable[[int], list[str]]]:
     """Return searchers that find groups 0, 1, 2, …, and what a run gathers so many groups late.
 
     They find at most `most` groups in a call, as after a stop.
@@ -29,7 +29,7 @@ def lagged(behind: int, *held: str) -> tuple[Any, Callable[[int], list[str]]]:
     )
     settings = {"runtime": SimpleNamespace(lag=behind), "trainer": SimpleNamespace(groups=1)}
     config = SimpleNamespace(**settings)
-    run: Any = SimpleNamespace(config=config, searchers=searchers, held=deque(groups(*held)))
+    run: Any = SimpleNamespace(config=config, searchers=searchers, delayed=deque(groups(*delayed)))
     return searchers, lambda at_least: [group.prompt.id for group in Run.gather(run, at_least)]
 
 
@@ -38,7 +38,7 @@ def test_groups_arrive_in_order_and_late():
     assert [gather(n) for n in (2, 2, 0, 1)] == [["0", "1"], ["2", "3"], [], ["4"]]
 
 
-def test_held_groups_come_first():
+def test_delayed_groups_come_first():
     """After a resume, and when a search has ended the run; a lag stays what it is."""
     _, gather = lagged(2, "a", "b", "c")
     assert gather(2) == ["a", "b"] and gather(2) == ["c", "0"]

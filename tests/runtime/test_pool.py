@@ -63,7 +63,7 @@ class Method:
 
 class Actor:
     def __init__(self, slot: Slot):
-        self.search = self.evaluate = self.publish = Method(slot)
+        self.search = self.evaluate = self.load_weights = Method(slot)
 
 
 @dataclass

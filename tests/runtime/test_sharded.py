@@ -57,7 +57,7 @@ def test_ranks_exchange_numbers_and_unpickle_nothing(tmp_path, monkeypatch):
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     metrics = {"loss": torch.tensor([0.1, -1e-30]), "full": torch.tensor([True, False])}
     first, second = _gather([MicroBatchResult(metrics, 3, 1), MicroBatchResult({}, 2, 2)])
-    monkeypatch.setattr("tba.runtime.ranks.LARGEST", 10)
+    monkeypatch.setattr("tba.runtime.ranks.MAX_BYTES_SENT", 10)
     with pytest.raises(RuntimeError, match="bytes, more than a trainer rank sends"):
         _gather([MicroBatchResult(metrics, 3, 1)])
     distributed.destroy_process_group()

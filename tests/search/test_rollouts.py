@@ -228,13 +228,16 @@ def test_values_are_stored_where_there_are_any(groups, tmp_path):
         for k, t in enumerate(g.trajectories):
             own.append(replace(t, value=None) if (b + k) % 3 == 0 else t)
         some.append(replace(g, trajectories=tuple(own)))
-    save_groups(some, tmp_path / "held.jsonl")
+    save_groups(some, tmp_path / "delayed.jsonl")
     buffer, loaded = ReplayBuffer(), ReplayBuffer()
     buffer.add(some, now=0)
     buffer.save(tmp_path)()
     loaded.load(tmp_path)
     kept = [t for g in loaded.groups() for t in g.trajectories]
-    for found in ([t for g in load_groups(tmp_path / "held.jsonl") for t in g.trajectories], kept):
+    for found in (
+        [t for g in load_groups(tmp_path / "delayed.jsonl") for t in g.trajectories],
+        kept,
+    ):
         expected = [t for g in some for t in g.trajectories]
         assert [t.tokens.tolist() for t in found] == [t.tokens.tolist() for t in expected]
         for t, u in zip(found, expected, strict=True):

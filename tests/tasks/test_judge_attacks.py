@@ -11,7 +11,7 @@ import pytest
 from fakes import Judge, Reply
 
 from tba.tasks.judges import http
-from tba.tasks.judges.http import LARGEST, Http, JudgeError
+from tba.tasks.judges.http import MAX_REPLY_BYTES, Http, JudgeError
 
 
 @pytest.fixture
@@ -83,8 +83,8 @@ ZIPPED = {"Content-Encoding": "gzip"}
     ("reply", "message"),
     [
         (Reply(body=b" " * 2**20, again=0.0), "answered with more than 4,194,304 bytes"),
-        (Reply(200, b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
-        (Reply(500, b" " * (LARGEST + 1)), "answered with more than 4,194,304 bytes"),
+        (Reply(200, b" " * (MAX_REPLY_BYTES + 1)), "answered with more than 4,194,304 bytes"),
+        (Reply(500, b" " * (MAX_REPLY_BYTES + 1)), "answered with more than 4,194,304 bytes"),
         (Reply(200, gzip.compress(b" "), ZIPPED), "answered in gzip, though it was"),
     ],
 )

@@ -24,7 +24,7 @@ LONGEST_WAIT = 60.0
 """Maximum seconds before any retry."""
 LONGEST_REQUEST = 60.0
 """Seconds for each request, including its wait for other requests of the group."""
-LARGEST = 2**22
+MAX_REPLY_BYTES = 2**22
 """Maximum size of an answer in bytes."""
 SHOWN = 300
 """Maximum number of characters of an answer in an error message."""
@@ -184,8 +184,8 @@ class Http(Judge):
                     content = bytearray()
                     async for part in response.aiter_raw():  # no more than is kept
                         content += part
-                        if len(content) > LARGEST:
-                            raise ValueError(f"answered with more than {LARGEST:,} bytes")
+                        if len(content) > MAX_REPLY_BYTES:
+                            raise ValueError(f"answered with more than {MAX_REPLY_BYTES:,} bytes")
             except (httpx2.RequestError, TimeoutError) as error:
                 problem = f"{type(error).__name__} {self._shown(str(error))}".strip()
             else:
