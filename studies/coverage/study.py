@@ -3,7 +3,7 @@
     python -m studies.coverage.study            # `make study-coverage`; runs what rows/ lacks
     python -m studies.coverage.study raft tb    # only objectives whose names begin so
     python -m studies.coverage.study --count    # only the number of runs, and the time
-    python -m studies.coverage.study --tables   # only the tables, from the rows
+    python -m studies.coverage.study --tables   # only the tables and the figure, from the rows
 
 pairs.py has the task, and measure.py what is measured: the exact probabilities of all right
 answers at every evaluation. Each objective is searched at each lag as experiment.py says, with
@@ -31,6 +31,7 @@ from studies.off_policy.experiment import Experiment, Row, Setting
 from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
+FIGURE = HERE.parent.parent / "docs" / "coverage.png"
 MEASURED = "coverage.json"
 FOUND_BY = {"pass": "pass rate", "regularised": "E r - beta KL"}
 """Numbers by which settings are compared, and their names."""
@@ -146,6 +147,47 @@ def measured(run: Path) -> dict[str, Exact]:
     return found
 
 
+def frontier(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Return the (pass rate, distinct answers) that no other row exceeds in both, by pass rate."""
+    ends = sorted(((row["pass"], row["distinct"]) for row in rows), reverse=True)
+    kept: list[tuple[float, float]] = []
+    for passed, distinct in ends:
+        if not kept or distinct > kept[-1][1]:
+            kept.append((passed, distinct))
+    return kept[::-1]
+
+
+def draw(study: Coverage) -> None:
+    """Draw reward against spread at the end of every run, and each objective's frontier, by lag.
+
+    Objectives that were not searched at a lag are left out there.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    known = [row for row in study.known() if row["coverage"]]
+    cells = {(row["objective"], row["condition"]) for row in known if row["stage"] == "table"}
+    names = [name for name in study.objectives if any(name == own for own, _ in cells)]
+    lags = [lag for lag in study.conditions if any(lag == own for _, own in cells)]
+    figure, axes = pyplot.subplots(
+        1, len(lags), figsize=(3.4 * len(lags), 3.4), sharey=True, layout="constrained"
+    )
+    for axis, lag in zip(axes, lags, strict=True):
+        for name, color in zip(names, pyplot.get_cmap("tab10").colors, strict=False):
+            own = [row for row in known if (row["objective"], row["condition"]) == (name, lag)]
+            if (name, lag) in cells:
+                ends = [(row["pass"], row["distinct"]) for row in own]
+                axis.scatter(*zip(*ends, strict=True), s=8, color=color, alpha=0.35)
+                axis.plot(*zip(*frontier(own), strict=True), color=color, label=name)
+        offline = ", offline" if lag == max(study.conditions) else ""
+        axis.set(xlim=(0.75, 1), ylim=(0, 25), xlabel="pass rate", title=f"lag {lag}{offline}")
+        axis.legend(fontsize=8, loc="lower left")
+    axes[0].set_ylabel("distinct right answers in 64 samples")
+    figure.savefig(FIGURE, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("objectives", nargs="*", help="beginnings of names; default: all")
@@ -169,6 +211,7 @@ def main() -> None:
     if not options.tables:
         study.carry_out()
     print(study.tables())
+    draw(study)
 
 
 if __name__ == "__main__":
