@@ -233,17 +233,14 @@ def steps_of(run: dict[str, Any]) -> list[float]:
 def with_speeds(
     note: str, ours: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return `note` and `gflops` of a row: the machine's speed beside our runs.
+    """Return `note` and `gflops` of a row: the machine's speed during our runs.
 
     The note has a remark if the machine was faster for one side, or if they ran in fp32.
     """
     own, other = (median(run["gflops"] for run in runs) for runs in (ours, peers))
     remarks = [note]
     if max(own, other) > SAME_SPEED * min(own, other):
-        remark = (
-            f"the machine made {own:.0f} GFLOP/s beside our runs, {other:.0f} beside the peer's"
-        )
-        remarks.append(remark)
+        remarks.append(f"{own:.0f} GFLOP/s during our runs, {other:.0f} during the peer's")
     if any(run.get("dtype") == "fp32" for run in (*ours, *peers)):
         remarks.append(_measure.IN_FP32)
     return {"note": "; ".join(filter(None, remarks)), "gflops": round(own)}

@@ -88,7 +88,7 @@ def published(model: str, options: argparse.Namespace) -> _measure.Row:
 
 @torch.no_grad()
 def without_adapters(model: str, options: argparse.Namespace) -> _measure.Row:
-    """Return the row of log-probs with adapters disabled beside those of the model itself."""
+    """Return the row of log-probs with adapters disabled, compared with the model's."""
     adapted = trainer(model, LORA, options.rank).policy
     batch = random_batch(model)
     for parameter in trained(adapted.model).values():
@@ -96,7 +96,7 @@ def without_adapters(model: str, options: argparse.Namespace) -> _measure.Row:
     base = trainer(model, FULL, options.rank).policy
     with reference_weights(adapted.model):
         gap = (adapted.logp(batch) - base.logp(batch)).abs().max()
-    name = "LoRA: largest difference of log-probs with adapters disabled from those of the model"
+    name = "LoRA: largest difference between log-probs with adapters disabled and the model's"
     return _measure.row(name, float(gap), "nats", goal="value == 0")
 
 

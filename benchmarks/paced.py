@@ -89,7 +89,7 @@ def rows_of(ours: dict, peer: dict) -> list[_measure.Row]:
             fewer=few,
         ),
         _measure.row(
-            f"{NAME}: share of its time that the trainer waits",
+            f"{NAME}: share of the time in which the trainer waits",
             ours["waited"], "of the time", goal="value <= 0.01",
         ),
     ]  # fmt: skip

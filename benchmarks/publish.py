@@ -52,7 +52,7 @@ class Measured:
             ),
             row(f"{name}: from publication until adopted by an idle searcher", self.adopted, "s",
                 goal="value <= 0.5", note="with the probe's log-probs on the trainer's side"),
-            row(f"{name}: of it received and loaded by the searcher", loaded, "s",
+            row(f"{name}: part of this, received and loaded by the searcher", loaded, "s",
                 note="with the check of the log-probs"),
         ]  # fmt: skip
 

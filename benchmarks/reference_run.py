@@ -216,7 +216,7 @@ def step_row(runs: list[dict]) -> _measure.Row:
     """
     runs = read_runs(STEPS) or runs
     steps = [median(point["step_time"] for point in run["points"][2:]) for run in runs]
-    told = with_speeds(f"the median of each of {len(runs)} runs, beside a searcher", runs, runs)
+    told = with_speeds(f"the median of each of {len(runs)} runs, while a searcher runs", runs, runs)
     name = "reference run, full, asynchronous: a training step on one core"
     return _measure.row(name, steps, "s", goal="value <= 3", fewer=True, **told)
 

@@ -56,7 +56,7 @@ WAITING: dict[Side, tuple[str, ...]] = {
 }
 """Settings where rewards take time, beside those that the reference run has found."""
 SEARCHES = {0.0: 1, 0.3: 2, 1.0: 3, 3.0: 2}
-"""Searches of ours that wait side by side, by latency, unless `--searches` is given."""
+"""Our concurrent searches, by latency, unless `--searches` is given."""
 EVERY_GROUP = "strategy.filter_equal=false"
 """Setting of ours with which samples are counted: those that are filtered out would not count."""
 ONLY_RECENT = "strategy.recent=1.0"
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES)
     parser.add_argument("--score", nargs="+", type=float, help="latencies of runs to .50")
     parser.add_argument("--newest", action="store_true", help="draw recent groups only")
-    parser.add_argument("--searches", type=int, help="our searches that wait side by side")
+    parser.add_argument("--searches", type=int, help="our concurrent searches")
     parser.add_argument("--compiled", action="store_true", help="compile the model of each side")
     parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
@@ -134,7 +134,7 @@ def kind_of(run: dict[str, Any]) -> tuple[Side, float, bool, int | None]:
 
 
 def at_once(run: dict[str, Any]) -> int:
-    """Return how many searches wait side by side in an asynchronous run."""
+    """Return the number of concurrent searches in an asynchronous run."""
     return run.get("at_once", SEARCHES[run["latency"]])
 
 
@@ -201,7 +201,7 @@ def rate_rows(path: Path, kind: str = "") -> list[_measure.Row]:
             }
             if len(tried) > 1:
                 numbers = ", ".join(map(str, sorted(tried)))
-                note += f"; {at_once(ours)} searches wait side by side, of {numbers} tried"
+                note += f"; {at_once(ours)} concurrent searches, of {numbers} tried"
             told = with_speeds(note, [ours], [other])
             row = _measure.row(
                 name, ours["windows"], "s", other["windows"], peer_is=peer_is, goal=goal, **told

@@ -66,7 +66,7 @@ def fitting(most: int) -> int:
 def rows_of(many: dict, one: dict, count: int, options: argparse.Namespace) -> list[_measure.Row]:
     asked = "" if count == options.most else f"; {options.most} do not fit into the memory"
     note = f"lost {many['lost']}, doubled {many['doubled']}{asked}"
-    name = f"{count} searchers beside one, each {count} times slower"
+    name = f"{count} searchers instead of one, each {count} times slower"
     return [
         _measure.row(
             f"{name}: 95th percentile of the training step", many["p95"], "s", one["p95"],
@@ -80,7 +80,7 @@ def rows_of(many: dict, one: dict, count: int, options: argparse.Namespace) -> l
             f"{name}: CPU of the driver", many["cpu"], "cores", one["cpu"],
             peer_is="one searcher", ratio_is="ours / peer",
         ),
-        _measure.row(f"{name}: memory of a searcher of its own (USS)", many["uss"], "MB",
+        _measure.row(f"{name}: unshared memory of a searcher (USS)", many["uss"], "MB",
                      one["uss"], peer_is="one searcher", ratio_is="ours / peer"),
         _measure.row(f"{name}: memory of a searcher, shared parts in equal shares (PSS)",
                      many["pss"], "MB", one["pss"], peer_is="one searcher",

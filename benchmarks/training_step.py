@@ -83,17 +83,17 @@ def compare(model: str, options: Any) -> None:
             note="of the whole process" if DEVICE == "cpu" else "of the GPU",
         ),
         _measure.row(
-            "gradients beside the plain path, fp32", difference["whole"], "relative",
+            "gradients compared with the plain path, fp32", difference["whole"], "relative",
             goal="value <= 1e-5",
             note="one group of 4 responses; norm of the difference / norm of the gradient, over all"
-            f" parameters; of the worst one {difference['worst']:.2g}",
+            f" parameters; for the worst one {difference['worst']:.2g}",
         ),
     ]  # fmt: skip
     later = start["compiled"] - start["ours"]
     rows += [
         _measure.row(
             "training step, compiled layers", seconds["compiled"], "s", seconds["ours"],
-            peer_is="ours without", note=f"and a start that takes {later:.0f} s longer",
+            peer_is="ours without", note=f"the start takes {later:.0f} s longer",
         ),
         _measure.row(
             "training step, compiled layers, peak memory", peak["compiled"], "GB", peak["ours"],

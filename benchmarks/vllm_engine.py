@@ -235,7 +235,7 @@ def gap(kind: str, table: PolicyTable, device: str) -> Row:
             logp = policy.logp(collate_tokens([prompt], [[c.tokens for c in group]]))[0]
         for own, c in zip(logp, group, strict=True):
             differences.append(np.abs(own[: len(c.tokens)].numpy() - c.logp).mean())
-    note = f"of 16 responses; of the probe, also from the prefix cache: {of_probe:.1e}"
+    note = f"for 16 responses; for the probe, also from the prefix cache: {of_probe:.1e}"
     note += f"; the update and its verification took {took:.2f} s"
     return row(
         f"vLLM engine, fp32: mean log-prob gap after an update, {kind}",

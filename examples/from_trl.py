@@ -1,4 +1,4 @@
-"""Sums with TRL's GRPOTrainer. The same with this package is from_trl.toml."""
+"""Train on sums with TRL's GRPOTrainer; from_trl.toml does the same with this package."""
 
 from datasets import load_dataset
 from sum_rewards import right

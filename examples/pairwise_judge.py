@@ -19,12 +19,12 @@ class WinRate:
     """Mean probability that a completion is preferred to another one of its group.
 
     The judge is any causal language model. It reads each pair in both orders, because models favour
-    one of two places: K (K - 1) comparisons for K completions.
+    one of the two positions: K (K - 1) comparisons for K completions.
     """
 
     model: str
     longest: int = 2000
-    """Characters of a completion to read: one too long for the judge would cost its whole group."""
+    """Characters read per completion. If one is too long for the judge, its group is rejected."""
 
     @cached_property
     def judge(self) -> GuardModel:

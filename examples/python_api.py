@@ -1,8 +1,7 @@
 # examples/python_api.py
-"""Train from Python, on rows and a reward function that are in memory.
+"""Train the bundled model from Python, with rows and a reward function in memory.
 
-Only the bundled model is needed: `python examples/python_api.py`, with settings such as
-`run.steps=100` if you like.
+Settings are optional: `python examples/python_api.py run.steps=100`.
 """
 
 import sys
@@ -12,7 +11,7 @@ from tba.offline.eval import Result
 
 SETTINGS = [
     "policy.model=bundled:arithmetic",
-    "objective=mylab.huber_tb.HuberTB",  # importable: a script's own folder is on the path
+    "objective=mylab.huber_tb.HuberTB",  # found because the script's folder is on the path
     "objective.beta=0.1",
     "sampling.samples=16",
     "sampling.max_tokens=6",

@@ -1,4 +1,4 @@
-"""A harmless judge for red-teaming: how sad an answer is, by a list of words."""
+"""A harmless judge for red-teaming, which counts sad words in an answer."""
 
 from typing import Any
 

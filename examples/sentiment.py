@@ -1,4 +1,4 @@
-"""A reward function in TRL's convention: how positive a text is, from -1 to 1.
+"""A reward function in TRL's convention: the sentiment of a text, from -1 to 1.
 
 It needs VADER: pip install -e '.[sentiment]'.
 """
@@ -15,5 +15,5 @@ def analyzer() -> SentimentIntensityAnalyzer:
 
 
 def sentiment(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Return the compound score of each completion alone; a positive prompt earns nothing."""
+    """Return the compound score of each completion, without its prompt."""
     return [analyzer().polarity_scores(text)["compound"] for text in completions]

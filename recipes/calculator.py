@@ -1,7 +1,7 @@
-"""Products of two numbers, for a model that may use a calculator: two programs, of two turns each.
+"""Products of two numbers, for a model that may use a calculator: two programs of up to two turns.
 
-`with_tool` offers the calculator as a tool; `with_text` reads `CALC: a * b` from what the model
-writes. The reward is 1 if the last message names the product. It needs `pip install openai`.
+`with_tool` offers the calculator as a tool; `with_text` looks for `CALC: a * b` in the model's
+text. The reward is 1 if the last message contains the product. Needs `pip install openai`.
 """
 
 import itertools
@@ -45,7 +45,7 @@ async def with_tool(client: openai.AsyncOpenAI, row: dict) -> dict[str, float]:
 
 
 async def with_text(client: openai.AsyncOpenAI, row: dict) -> dict[str, float]:
-    """Answer a calculation in the text by a message of the user."""
+    """Send the result of a calculation in the text as a user message."""
     messages = ask(row, "CALC: 12 * 34", "12 * 34 = 408", "408")
     calls = 0
     for _ in range(TURNS):
@@ -61,7 +61,7 @@ async def with_text(client: openai.AsyncOpenAI, row: dict) -> dict[str, float]:
 
 
 def ask(row: dict, *shot: str) -> list:
-    """Return the messages of an exchange as an example, and the question."""
+    """Return the messages of an example, and the question."""
     texts = ["What is 12 * 34?", *shot, f"What is {row['a']} * {row['b']}?"]
     roles = itertools.cycle(["user", "assistant"])
     return [{"role": role, "content": text} for text, role in zip(texts, roles, strict=False)]

@@ -1,10 +1,10 @@
-"""Tools of an MCP server, which runs as a process on this machine and is spoken to over its pipes.
+"""Tools of an MCP server, which runs as a process on this machine and communicates through pipes.
 
     agents/.venv/bin/pip install 'mcp>=2.3,<3' openai
 
-Set task.python=agents/.venv/bin/python. The server's command is in the environment variable SERVER;
-the server of this file multiplies. A row has `messages` and an `answer`, which the last message
-names for a reward of 1.
+Set task.python=agents/.venv/bin/python. The environment variable SERVER has the command of the
+server; the server in this file multiplies. A row has `messages` and an `answer`. The reward is 1 if
+the last message contains the answer.
 """
 
 import asyncio

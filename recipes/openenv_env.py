@@ -1,11 +1,11 @@
-"""An environment of OpenEnv, which a server on this machine holds; no containers.
+"""An OpenEnv environment on a server on this machine, without containers.
 
     agents/.venv/bin/pip install 'openenv>=0.10,<0.11' openai
     agents/.venv/bin/python recipes/openenv_env.py 8000    # the server of this file, until Ctrl-C
 
-Set task.python=agents/.venv/bin/python. The server's address is in the environment variable
-OPENENV. A row goes to `reset`; the text of each observation is a message of the user, and each
-message of the policy an action. The reward is the sum of the steps' rewards.
+Set task.python=agents/.venv/bin/python. The environment variable OPENENV has the address of the
+server. A row is passed to `reset`. The text of each observation is a user message, and each reply
+of the policy is an action. The reward is the sum of the rewards of all steps.
 """
 
 import os
@@ -44,7 +44,7 @@ class Told(Observation):
 
 
 class Guess(Environment):
-    """Guess a number up to 9: the sooner, the better."""
+    """Guess a number from 0 to 9 in few steps."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,7 +1,7 @@
-"""Reward by running code: the policy writes a Python program, and hidden tests decide.
+"""Reward from running code: the policy writes a Python program, which hidden tests check.
 
-The program runs without a network, in a process of its own with limits of memory, time and files.
-Linux must allow user namespaces (`unshare --user true`); otherwise it refuses to run anything.
+The program runs without a network, in a separate process with limits on memory, time and files.
+Linux must allow user namespaces (`unshare --user true`); otherwise nothing is run.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 
 LIMITS = ["--as=536870912", "--cpu=5", "--nofile=64", "--fsize=1048576", "--nproc=64"]
-# no network, no other processes to be seen, and everything ends with the first process
+# no network, no view of other processes, and everything ends with the first process
 ALONE = [
     "unshare",
     "--user",
@@ -30,9 +30,9 @@ BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def run_alone(source: str) -> bool:
-    """Return whether a program ends well, behind its last line; one may exit before the tests.
+    """Return whether a program reaches its end, which is after the tests, without an error.
 
-    RuntimeError where it cannot run protected.
+    Raises RuntimeError if this machine cannot isolate it.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "main.py")
@@ -59,7 +59,7 @@ def run_alone(source: str) -> bool:
 
 
 async def rollout(client: openai.AsyncOpenAI, row: dict) -> dict:
-    """Ask for a function, and once more with the outcome if it fails; 1 if the tests pass."""
+    """Ask for a function, and once more if its tests fail; the reward is 1 if they pass."""
     messages = [{"role": "user", "content": f"{row['question']}\nWrite Python in a ``` block."}]
     for attempt in range(2):
         reply = await client.chat.completions.create(model="policy", messages=messages)

@@ -1,9 +1,9 @@
-"""Environments of verifiers 0.4: single and several turns, user simulators, tool servers.
+"""Environments of verifiers 0.4: one or several turns, user simulators, tool servers.
 
     agents/.venv/bin/pip install 'verifiers>=0.4,<0.5' TASKSET
 
-Set task.python=agents/.venv/bin/python. A row has the `index` of a task in the taskset, whose name
-is in the environment variable TASKSET. The reward is the weighted sum of the taskset's rewards.
+Set task.python=agents/.venv/bin/python. The environment variable TASKSET has the name of a taskset,
+and a row the `index` of a task in it. The reward is the weighted sum of the taskset's rewards.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Environment:
 
     async def rollout(self, base_url: str, row: dict) -> dict[str, float] | None:
         async with self._lock:
-            if not self._started:  # tool servers and the like, until the process ends
+            if not self._started:  # tool servers, for example, run until the process ends
                 await self._serving.enter_async_context(self._env.serving())
                 self._started = True
             missing = row["index"] + 1 - len(self._read)

@@ -19,7 +19,7 @@ EXPRESSION = re.compile(r"\d{1,3}([+-]\d{1,3})*")
 class Countdown(Task):
     """Reward 1 for an expression that uses each number once and gives the target, else 0.
 
-    An expression of which only the value is wrong has reward 0.1.
+    An expression that uses the numbers but has another value gets 0.1.
     """
 
     prompt: str = (
@@ -32,10 +32,10 @@ class Countdown(Task):
     pass_reward: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.train_size + self.held_out_size > 5000:
+        if self.train_size + self.held_out_size > 20_000:
             raise ValueError(
-                "task.train_size + task.held_out_size must be at most 5000:"
-                " there are few more such puzzles"
+                "task.train_size + task.held_out_size must be at most 20000:"
+                " there are only 27,075 puzzles"
             )
 
     def prompts(self) -> Sequence[Prompt]:

@@ -16,9 +16,9 @@ from tba.types import Batch
 
 @dataclass(frozen=True)
 class HuberTB(Objective):
-    """TB whose loss grows linearly beyond `delta`, a residual in reward units.
+    """TB whose loss is linear where the residual, in reward units, exceeds `delta`.
 
-    With a large `delta` it is TB.
+    With a large `delta`, it equals TB.
     """
 
     beta: float = 0.05
@@ -34,7 +34,7 @@ class HuberTB(Objective):
     def __call__(self, logp: Float[Tensor, "B K T"], batch: Batch) -> Loss:
         log_ratio = ((logp - batch.ref_logp) * batch.mask).sum(-1)  # [B K]
         residual = self.beta * log_ratio - batch.reward
-        # beta log Z is estimated by the group's own mean, without gradient
+        # the mean of the group estimates -beta log Z; it has no gradient
         residual = residual - residual.mean(1, keepdim=True).detach()
         loss = huber_loss(residual, torch.zeros_like(residual), reduction="none", delta=self.delta)
         linear = (residual.abs() > self.delta).float()

@@ -41,7 +41,7 @@ class ShortPromptsFirst:
         return [self.prompts[i] for i in rng.integers(shortest, size=count)]
 
     def learn(self, group: Group) -> None:
-        pass  # how it was answered does not matter here
+        pass  # choices do not depend on the answers
 
     def state(self) -> dict[str, Any]:
         return {"chosen": self._chosen}

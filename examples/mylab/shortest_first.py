@@ -13,7 +13,7 @@ from tba.strategies import Columns
 class ShortestFirst:
     """Draws a prompt at random, then K distinct responses with odds exp(-length / temperature).
 
-    Lengths are in tokens. Every response keeps a chance, because TB needs full support.
+    Lengths are in tokens. Every response can be drawn, because TB needs full support.
     """
 
     temperature: float = 8.0
@@ -27,7 +27,7 @@ class ShortestFirst:
         for group, prompt in zip(drawn, chosen, strict=True):
             rows = columns.rows(prompt)
             log_odds = -columns.length[rows] / self.temperature
-            # The largest of log-odds + Gumbel noise are a draw that cannot underflow.
+            # Taking the largest of log-odds + Gumbel noise is a draw that cannot underflow.
             best = np.argsort(-(log_odds + rng.gumbel(size=len(rows))))[:size]
             group[: len(best)] = rows[best]
         return drawn
