@@ -172,6 +172,9 @@ def open_run(
         try:
             if resume is None:
                 check_unused(folder)
+            stop = Stop()
+            console = _open_console(config, stop, closing)
+            console.phase("reading the data")
             if passed is not None:
                 config = passed.named_in(config, folder)
                 passed.write(folder, is_new=resume is None)
@@ -194,9 +197,8 @@ def open_run(
         else:
             recover(folder / CHECKPOINTS)
             stored, note = choose_resumed(setup, folder, replay)
-        stop = closing.enter_context(Stop())
+        closing.enter_context(stop)
         with stop.starting():
-            console = _open_console(setup.config, stop, closing)
             console.note(f"run folder: {folder}")
             run = _assemble(setup, folder, stored, replay, rollouts, stop, console, closing)
         run.begin(note, run.trainer.sizes)

@@ -341,6 +341,7 @@ class Run:
                         if unlogged:  # the first evaluation, or one that a stop interrupted
                             self.evaluate()
                         train(self)
+                self.console.phase("saving")
                 self.save()
                 complete = self.step == last
                 if complete:

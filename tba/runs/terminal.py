@@ -1,9 +1,11 @@
 """Console of a run on a terminal: a table of steps above a progress line."""
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import isfinite, nan
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console as Screen
@@ -15,6 +17,7 @@ from tba.runs.console import Console
 from tba.runs.folder import ranked_score
 
 if TYPE_CHECKING:
+    from tba.runs.summary import Summary
     from tba.search.result import Evaluation
 
 SEPARATOR = "  "
@@ -60,8 +63,6 @@ class Terminal(Console):
         self._rows = 0
         self._metrics: Mapping[str, float] = {}
         self._times: deque[tuple[int, float]] = deque(maxlen=20)
-        self._doing = ""
-        self._doing_since = time.monotonic()
         self._live = Live(
             console=screen,
             get_renderable=self._line,
@@ -75,9 +76,11 @@ class Terminal(Console):
         self._live.stop()
 
     def phase(self, text: str) -> None:
-        if text != self._doing:
-            self._doing = text
-            self._doing_since = time.monotonic()
+        kind = re.sub(r"\d+", "", text)
+        if kind != self._kind:
+            self._kind = kind
+            self._since = time.monotonic()
+        self._phase = text
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
@@ -99,6 +102,11 @@ class Terminal(Console):
     def sample(self, prompt: str, completion: str, reward: float) -> None:
         """Do nothing: samples are in the report."""
 
+    def end(self, s: "Summary", folder: Path, best: tuple[int, float] | None = None) -> None:
+        super().end(s, folder, best)
+        self._times.clear()  # the steps are over
+        self.phase("ending searchers")
+
     def _row(self, step: int, score: str, metrics: Mapping[str, float]) -> None:
         if self._rows % ROWS == 0:
             titles = [(title, width) for title, width, _ in COLUMNS.values()]
@@ -114,9 +122,9 @@ class Terminal(Console):
     def _line(self) -> Text:
         """Return the progress line."""
         now = time.monotonic()
-        seconds = now - self._doing_since
+        phase = [f"{self._phase} …", duration(now - self._since)] if self._phase else []
         if not self._times:
-            return _fitting([f"{self._doing} …" if self._doing else "", duration(seconds)])
+            return _fitting(phase)
         (first, began), (last, ended) = self._times[0], self._times[-1]
         parts = [f"step {last:,}/{self._steps:,}"]
         if last > first:
@@ -129,8 +137,9 @@ class Terminal(Console):
         ):
             if text := _shown(self._metrics.get(name, nan), form):
                 parts.append(f"{label} {text}")
-        if self._doing not in ("", "training") and now - max(ended, self._doing_since) > 2:
-            parts = [parts[0], f"{self._doing} …", duration(seconds)]
+        is_long = now - max(ended, self._since) > 2 or last == self._steps
+        if self._phase != "training" and is_long:
+            parts = [parts[0], *phase]
         return _fitting(parts)
 
 

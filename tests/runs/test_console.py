@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console as Screen
@@ -197,6 +198,7 @@ def test_a_terminal_has_a_table_and_one_line_of_progress(clock, monkeypatch, row
         file=io.StringIO(), force_terminal=True, width=columns, height=rows, highlight=False
     )
     shown = Terminal(12_000, screen.print, screen)
+    assert shown._line().plain == ""
     shown.phase("loading the model")
     clock.now += 3
     assert shown._line().plain == "loading the model …  3 s"
@@ -212,9 +214,15 @@ def test_a_terminal_has_a_table_and_one_line_of_progress(clock, monkeypatch, row
         clock.now += 2
     progress = "step 11,059/12,000  2 s/step  ETA 31 min  samples/s 1,854  lag 123.4  waits 0.3%"
     assert shown._line().plain == progress and len(progress) == 80
-    shown.phase("evaluating 40 %")
-    clock.now += 5
-    assert shown._line().plain == "step 11,059/12,000  evaluating 40 % …  5 s"
+    for second in range(5):  # each is shorter than two seconds
+        shown.phase(f"evaluating {8 * second} %")
+        clock.now += 1
+    assert shown._line().plain == "step 11,059/12,000  evaluating 32 % …  5 s"
+    shown.step(12_000, {"time": 2.0 * 12_000, **metrics})
+    shown.phase("saving")
+    assert shown._line().plain == "step 12,000/12,000  saving …  0 s"
+    shown.end(SUMMARY, Path("run"))
+    assert shown._line().plain == "ending searchers …  0 s"
     shown.close()
     assert isinstance(screen.file, io.StringIO)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.file.getvalue())
@@ -227,4 +235,5 @@ def test_a_terminal_has_a_table_and_one_line_of_progress(clock, monkeypatch, row
         "      0           0.500 ± 0.100",
     ]
     row = " 11,000  -12.346                 1.2e+03    0.139  12,345   100.0%    123.4"
-    assert table[2] == row and len(table) == 2 + 20 + 1  # a row every 6 s, and the heading again
+    assert table[2] == row
+    assert len(table) == 2 + 20 + 2  # a row every 6 s, the last one, and the heading again

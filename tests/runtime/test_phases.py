@@ -47,8 +47,9 @@ def test_a_run_in_one_process_tells_each_of_its_phases(tiny_model, tmp_path, mon
     run(config(tiny_model, tmp_path / "run", *settings))
     evaluating = [f"evaluating {percent} %" for percent in (0, 33, 66)]
     generating = [f"generating {n}/3 prompts" for n in (0, 2)]
-    loading = ["loading the model", "loading the models of the searcher"]
-    assert told == [*loading, *evaluating, *generating, "training", *generating, *evaluating]
+    loading = ["reading the data", "loading the model", "loading the models of the searcher"]
+    training = ["training", *generating, "saving"]
+    assert told == [*loading, *evaluating, *generating, *training, *evaluating]
 
 
 def test_a_searcher_in_the_trainers_process_is_idle_while_the_trainer_trains(
