@@ -19,8 +19,8 @@ from PIL import Image
 
 DOCS = Path(__file__).parent.parent / "docs"
 SIZES = {
-    "narrow": (375, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1500),
-    "crashed": (1200, 700), "six": (1200, 1500), "agents": (1200, 1000),
+    "narrow": (375, 1250), "running": (1200, 1000), "two": (1200, 1480), "study": (1200, 1790),
+    "crashed": (1200, 830), "six": (1200, 1500), "agents": (1200, 1480),
 }  # fmt: skip
 OTHER = (1600, 1180)
 LIGHT = ("crashed", "six", "agents")

@@ -134,6 +134,7 @@ def opened(
     page.on("request", lambda request: loaded.append(request.url))
     page.goto(path.as_uri())
     page.wait_for_selector(drawn)
+    page.add_style_tag(content=".group { content-visibility: visible; }")  # to read what is below
     yield page
     assert problems == []
     assert loaded == [path.as_uri()]
@@ -228,6 +229,7 @@ def test_charts_are_usable_by_keyboard_and_have_a_table(browser, demo):
 def test_completions_are_filtered_and_groups_stand_side_by_side(browser, demo):
     with opened(browser, report([demo])) as page:
         count, kept = page.locator("#count"), page.locator(".completion:not(.other) > .reward")
+        page.locator("[name=order]").select_option("")
         stored = count.inner_text()
         page.locator("[name=kind]").select_option("train")
         page.locator("[name=reward_max]").fill("0")
@@ -337,6 +339,7 @@ def test_repeats_of_an_answer_are_one_with_the_right_answer_above(browser, spiky
             "right", "answer", "7", "level", "2",
         ]  # fmt: skip
         assert page.locator("#count").inner_text() == "12 completions of 2 prompts"
+        assert page.locator(".badge").count() == page.locator(".badge.scored").count() > 0
 
 
 def test_a_table_is_sorted_and_downloaded(browser, demo, spiky, tmp_path):
@@ -461,16 +464,51 @@ SETTLED = f"""document.querySelector("[name=kind]").value === "eval" &&
 """The filter, the opened table, and the scroll position below the contents, which are sticky."""
 
 
+PLOT = "charts.get(document.querySelector('.wide .plot'))"
+
+
 def test_runs_are_hidden_by_a_click_and_legends_have_names(browser, demo, spiky, tmp_path):
     with opened(browser, report([demo, spiky], tmp_path)) as page:
         legend = page.locator(".wide .u-legend")
         assert "demo" in legend.inner_text() and "spiky" in legend.inner_text()
         assert "paired over 16 prompts" in page.locator("table[data-name=differences]").inner_text()
+        page.evaluate(f"{PLOT}.setScale('x', {{ min: 5, max: 20 }})")  # and charts stay zoomed
         page.locator(".key label", has_text="spiky").click()
         until(page, "!document.querySelector('.wide .u-legend').innerText.includes('spiky')")
         assert "demo" in legend.inner_text()
+        assert page.evaluate(f"(({{ min, max }}) => [min, max])({PLOT}.scales.x)") == [5, 20]
         names = page.locator(".u-series:not(.quiet) th").all_inner_texts()
         assert names and all(name.strip() for name in names)
+
+
+def test_panels_of_several_runs_name_a_metric_once(browser, demo, spiky, tmp_path):
+    """Its other lines have the colour of their run; screen readers get all names."""
+    with opened(browser, report([demo, spiky], tmp_path)) as page:
+        panel = page.locator(".panels figure", has_text="KL to the reference")
+        panel.locator("canvas").wait_for()
+        labels = panel.locator(".u-series:not(.quiet) th").evaluate_all(LABELS)
+        assert labels[1:] == ["demo, kl", "spiky, kl", "demo, k3", "spiky, k3"]
+        hidden = panel.locator("th .again").evaluate_all(LABELS)
+        assert hidden == ["demo,", "spiky,", "kl", "demo,", "spiky,", "k3"]
+
+
+LABELS = "parts => parts.map(part => part.textContent.replace(/\\s+/g, ' ').trim())"
+
+
+def test_a_printed_comparison_of_many_runs_fits_the_paper(browser, demo, tmp_path):
+    runs = [demo]
+    for number in range(5):
+        runs.append(tmp_path / f"a_run_with_a_name_{number}")
+        shutil.copytree(demo, runs[-1])
+    with opened(browser, report(runs, tmp_path / "six")) as page:
+        page.emulate_media(media="print")
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        ends = (
+            "s => [...document.querySelectorAll(s)].map(part => part.getBoundingClientRect().right)"
+        )
+        paper = page.evaluate("document.body.getBoundingClientRect().right")
+        for parts in ("main table", ".plot canvas"):
+            assert max(page.evaluate(ends, parts)) <= paper
 
 
 def test_a_dialogue_is_a_bubble_for_each_turn(browser, demo, tmp_path):
@@ -497,6 +535,23 @@ def test_a_dialogue_is_a_bubble_for_each_turn(browser, demo, tmp_path):
         assert group.locator(".context").inner_text().startswith("context 2")
         assert "cut off" in group.locator(".cut").inner_text()
         assert "3 <b>" in group.inner_text()
+        assert page.locator(".badge.scored").count() == 0  # all rewards are equal
+
+
+def test_one_click_leads_to_the_worst_completion_of_the_newest_steps(browser, demo, tmp_path):
+    """Among equal rewards, the newest completion comes first."""
+    run = tmp_path / "run"
+    shutil.copytree(demo, run)
+    rows = [(1, 0.0, "old"), (2, 1.0, "right"), (3, 0.0, "new"), (4, None, "not scored")]
+    with (run / SAMPLES).open("w") as file:
+        for step, reward, text in rows:
+            row = {"step": step, "kind": "train", "version": 0, "reward": reward, "id": text}
+            file.write(json.dumps({**row, "prompt": "1+1=", "completion": text}) + "\n")
+    with opened(browser, report([run])) as page:
+        page.locator("#contents a", has_text="Completions").click()
+        until(page, "document.querySelector('.group').innerText.includes('new')")
+        ids = page.locator(".group h3").evaluate_all("heads => heads.map(h => h.textContent)")
+        assert [each.split(" row ")[1] for each in ids] == ["new", "old", "right", "not scored"]
 
 
 @pytest.mark.parametrize("size", ["A4", "Letter"])

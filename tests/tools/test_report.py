@@ -389,6 +389,7 @@ def test_columns_of_the_data_and_repeats_stand_with_a_group(tmp_path):
     assert (first["id"], second["id"]) == ("a", "b")
     assert first["columns"] == {"answer": "17 a", "source": [1, None]}
     assert [g["completions"][0]["drawn"] for g in (first, second)] == [3, 1]
+    assert first.keys() == {"kind", "id", "prompt", "columns", "completions"}  # each text once
 
 
 def write_scores(run: Path, prompts: str, scores: list[float | None]) -> None:

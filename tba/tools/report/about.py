@@ -67,7 +67,7 @@ def best_checkpoint(run: Path, evaluations: pd.DataFrame, measure: str) -> tuple
     text = f"Best checkpoint: step {step:,}: {measure} {score(best, measure, 'sampled')}"
     kept = {step_of(generation) for generation in generations(run / CHECKPOINTS)}
     if step not in kept:
-        return f"{text}; its checkpoint was not kept (checkpoint.keep_best=true)", ""
+        return f"{text}; its checkpoint was not kept: set checkpoint.keep_best=true", ""
     return text, f"tba export {quote(str(typed(run)))} FOLDER --step {step}"
 
 

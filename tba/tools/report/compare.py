@@ -68,7 +68,8 @@ def _last_common(first: Evaluated, other: Evaluated) -> tuple[int, int] | None:
 
 def _best(first: Evaluated, other: Evaluated, measure: str) -> tuple[int, int] | None:
     column, _ = names(measure, "sampled")
-    scores = [run.table.get(column, pd.Series(dtype=float)).dropna() for run in (first, other)]
+    trained = [run.table[run.table.index > 0] for run in (first, other)]
+    scores = [table.get(column, pd.Series(dtype=float)).dropna() for table in trained]
     if any(each.empty for each in scores):
         return None
     return int(scores[0].idxmax()), int(scores[1].idxmax())

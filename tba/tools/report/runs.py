@@ -329,7 +329,7 @@ class Record:
             by_key[len(by_key) if trained_on else s["step"]] = (
                 shown  # an evaluation may be repeated
             )
-        return [{**g, "completions": list(g.pop("by_key").values())} for g in groups.values()]
+        return [{"completions": list(g.pop("by_key").values()), **g} for g in groups.values()]
 
     def data(self) -> Row:
         """Return the data for the script of the page."""

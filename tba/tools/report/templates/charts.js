@@ -16,6 +16,7 @@ const LOOKS = { // in pixels: height of a plot, sizes of its axes, minimum dista
   study: { height: 250, below: 28, beside: 58, apart: 30, text: 12 },
   small: { height: 138, below: 20, beside: 42, apart: 24, text: 11, padding: [8, null, 0, 0] },
 };
+const PAPER = { below: 18, beside: 36, apart: 20, text: 9, padding: [8, null, 0, 0] }; // a plot in print, of two thirds of its height
 const NEAR = 4; // values on each side that an outlier is compared with
 const charts = new Map(); // by the element that contains the plot
 
@@ -65,7 +66,7 @@ function linesOf(chart, x) {
     stroke: colour(line.colour === null ? "--soft" : `--line${line.colour % COLOURS}`), dash: DASHES[line.colour % DASHES.length],
   }));
   const lines = [];
-  runs.forEach((run, r) => chart.metrics.forEach((metric, m) => {
+  chart.metrics.forEach((metric, m) => runs.forEach((run, r) => {
     const evaluated = metric.startsWith("eval/");
     const rows = evaluated ? run.evaluations : run.steps;
     if (!rows[metric] || hidden.has(r)) return;
@@ -75,7 +76,9 @@ function linesOf(chart, x) {
     const y = count ? rows[metric].map((value) => value ?? 0) : rows[metric], spread = rows[chart.spread[m]];
     lines.push({
       name: ofRun + own,
-      label: element("span", {}, element("span", { className: own && "run" }, ofRun), own), // panels show it without the run
+      label: element("span", {}, element("span", { className: own && "again" }, ofRun),
+        element("span", { className: ofRun && lines.some((line) => line.metric === metric) ? "again" : "" }, own)),
+      metric,
       x: rows[x], y, spread,
       form: chart.shares.includes(metric) ? "share" : chart.form,
       scale: chart.shares.includes(metric) ? "share" : "y",
@@ -99,7 +102,7 @@ function addLine(line, series, columns, bands, hidden) {
   const raw = line.smoothed ? 1 : 0, top = high ? raw + 1 : 0;
   series.push({
     name: line.name, label: line.label, scale: line.scale, stroke: line.stroke, dash: line.dash, width: 2, line,
-    points: { show: line.evaluated || y.length < 3, size: 7, stroke: line.stroke, fill: line.stroke },
+    points: { show: y.length < (line.evaluated ? 50 : 3), size: 7, stroke: line.stroke, fill: line.stroke },
     value: (plot, _, s, hovered) => {
       const i = hovered ?? plot.data[s].findLastIndex((value) => value != null), own = plot.data[s + top][i];
       const told = short(plot.data[s + raw][i], line.form);
@@ -119,6 +122,10 @@ function addLine(line, series, columns, bands, hidden) {
   }
 }
 
+function isZoomed({ scales, data: [x] }) {
+  return scales.x.min > x[0] || scales.x.max < x.at(-1);
+}
+
 // The range of an axis: around the values, or from 0; limited to `most` while outliers are hidden.
 function rangeOf(form, most) {
   const least = LEAST[form];
@@ -128,10 +135,13 @@ function rangeOf(form, most) {
   };
 }
 
+// Draw a chart, or draw it again with its zoom.
 function draw(place) {
-  charts.get(place)?.destroy();
-  const figure = place.closest("figure"), chart = JSON.parse(figure.dataset.chart);
+  const figure = place.closest("figure"), chart = JSON.parse(figure.dataset.chart), before = charts.get(place);
+  const caption = figure.querySelector("figcaption").textContent;
   const x = figure.querySelector("input:checked")?.value ?? "step", own = chart.x ?? { label: axes[x] };
+  if (before?.series[0].label === own.label && isZoomed(before)) zooms.set(caption, before.scales.x);
+  before?.destroy();
   const series = [{ name: own.label, label: own.label, value: (plot, value) => short(value ?? plot.data[0].at(-1)) }];
   const tables = [], bands = [], most = {}, all = figure.dataset.all === "true", lines = linesOf(chart, x);
   const count = lines.reduce((sum, line) => sum + line.outliers.filter(Boolean).length, 0);
@@ -143,12 +153,15 @@ function draw(place) {
     tables.push(columns);
   }
   const cut = count && !all ? most : {};
-  const { height, below, beside, apart, text, padding } = LOOKS[figure.dataset.size];
+  const isPrinted = document.documentElement.classList.contains("printed"), look = LOOKS[figure.dataset.size];
+  const { below, beside, apart, text, padding } = isPrinted ? PAPER : look, height = isPrinted ? 0.65 * look.height : look.height;
   const axis = {
     stroke: colour("--soft"), font: `${text}px system-ui, sans-serif`, ticks: { show: false },
     grid: { stroke: colour("--rule"), width: 1 },
   };
-  const axisOf = (form, look) => ({ ...axis, values: (_, ticks) => ticks.map((tick) => short(tick, form)), ...look });
+  const inThousands = (ticks) => ticks.at(-1) >= 1e5 && ticks.at(-1) < 1e6; // longer labels would be cut off
+  const labels = (ticks, form) => ticks.map((tick) => (inThousands(ticks) && tick ? `${tick / 1000}k` : short(tick, form)));
+  const axisOf = (form, look) => ({ ...axis, values: (_, ticks) => labels(ticks, form), ...look });
   const wide = (low, high) => [low - ((high - low) / 12 || 1), high + ((high - low) / 12 || 1)];
   const plot = new uPlot({
     width: place.clientWidth, height, padding, series, bands,
@@ -169,7 +182,6 @@ function draw(place) {
     legend: { markers: { dash: (built, s) => BORDERS[`${built.series[s].dash ?? ""}`] } },
   }, uPlot.join(tables), place);
   charts.set(place, plot);
-  const caption = figure.querySelector("figcaption").textContent;
   if (zooms.has(caption)) plot.setScale("x", zooms.get(caption));
   zooms.delete(caption);
   figure.querySelector(".outliers")?.remove();
@@ -290,10 +302,10 @@ const sizes = new ResizeObserver((entries) => requestAnimationFrame(() => {
   }
   isDrawn();
 }));
-// On paper, charts have the width of the printed page.
+// On paper, charts have the width of the printed page, and are smaller.
 function fitCharts(isPrinted) {
   document.documentElement.classList.toggle("printed", isPrinted);
-  for (const [place, plot] of charts) if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: plot.height });
+  for (const place of charts.keys()) if (place.clientWidth) draw(place);
 }
 addEventListener("beforeprint", () => fitCharts(true));
 addEventListener("afterprint", () => fitCharts(false));

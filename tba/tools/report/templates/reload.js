@@ -8,12 +8,12 @@ const PLACE = ["checked", "value"];
 
 function keep() {
   const head = heads().findLast((part) => part.getBoundingClientRect().top <= 90) ?? heads()[0];
-  const zooms = [...charts].map(([place, { scales, data }]) => [caption(place), scales.x.min, scales.x.max, data[0]]);
+  const zoomed = [...charts].filter(([, plot]) => isZoomed(plot));
   history.replaceState({
     head: heads().indexOf(head), top: head.getBoundingClientRect().top,
     open: opened().filter(([, part]) => part.open).map(([name]) => name),
     inputs: Object.fromEntries(inputs().map(([name, part]) => [name, [part.checked, part.value]])),
-    zooms: zooms.filter(([, low, high, x]) => low > x[0] || high < x.at(-1)).map(([name, low, high]) => [name, low, high]),
+    zooms: zoomed.map(([place, { scales: { x } }]) => [caption(place), x.min, x.max]),
     sorted: [...document.querySelectorAll("[aria-sort]")].map((head) => [head.closest("table").dataset.name, head.cellIndex, head.ariaSort === "descending"]),
     shown: document.querySelectorAll(".group").length,
     focus: inputs().find(([, part]) => part === document.activeElement)?.[0],

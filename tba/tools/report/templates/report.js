@@ -17,7 +17,7 @@ function byReward(a, b) {
 // Groups with completions that pass the filter, and these completions.
 function matches() {
   const wanted = Object.fromEntries(new FormData(filter));
-  const text = wanted.text.toLowerCase();
+  const text = wanted.text.toLowerCase(), has = (part) => !text || part.toLowerCase().includes(text);
   const within = (value, name) => {
     const low = wanted[`${name}_min`], high = wanted[`${name}_max`];
     return !(low || high) || (value !== null && (!low || value >= +low) && (!high || value <= +high));
@@ -27,15 +27,16 @@ function matches() {
     if (wanted.run && +wanted.run !== r) return;
     for (const group of run.groups) {
       if (wanted.kind && wanted.kind !== group.kind) continue;
-      const inPrompt = group.prompt.toLowerCase().includes(text);
+      const inPrompt = has(group.prompt);
       const kept = group.completions.filter((c) =>
         within(c.step, "step") && within(c.reward, "reward") && within(ageOf(c), "age") &&
-        (inPrompt || c.completion.toLowerCase().includes(text)));
+        (inPrompt || has(c.completion)));
       if (kept.length) found.push({ run, group, kept });
     }
   });
-  const first = ({ kept }) => kept.toSorted(byReward)[0];
-  return found.sort((a, b) => byReward(first(a), first(b)));
+  const order = (a, b) => byReward(a, b) || (wanted.order && b.step - a.step); // the newest of equal rewards first
+  const first = new Map(found.map((each) => [each, each.kept.toSorted(order)[0]]));
+  return found.sort((a, b) => order(first.get(a), first.get(b)));
 }
 
 // Merge equal answers to a prompt: within a batch, or in consecutive evaluations.
@@ -56,11 +57,11 @@ function span(numbers) {
   return low === high ? `${low}` : `${low} to ${high}`;
 }
 
-// A reward whose background colour shows its place between the lowest and highest of the run.
+// A reward. If rewards differ, its colour shows its place between the lowest and highest of the run.
 function badge(reward, run, count = 1) {
-  const [low, high] = run.rewards, share = high > low ? (reward - low) / (high - low) : 1;
-  const shown = element("span", { className: "badge" }, reward === null ? "not scored" : short(reward));
-  if (reward !== null) shown.style.setProperty("--share", `${Math.round(100 * share)}%`);
+  const [low, high] = run.rewards, differ = reward !== null && high > low;
+  const shown = element("span", { className: differ ? "badge scored" : "badge" }, reward === null ? "not scored" : short(reward));
+  if (differ) shown.style.setProperty("--share", `${Math.round((100 * (reward - low)) / (high - low))}%`);
   return element("span", { className: "reward" }, shown, count > 1 ? ` × ${count}` : "");
 }
 
@@ -70,11 +71,11 @@ function shownCompletion(c, kind, run) {
   const steps = span(c.all.map((each) => each.step)), ages = span(c.all.map(ageOf));
   const held = steps === "0" ? "before training" : `at step${steps.includes("to") ? "s" : ""} ${steps}`;
   const when = kind === "eval" ? held : `age ${ages} step${ages === "1" ? "" : "s"}, weights of step ${span(c.all.map((each) => each.version))}`;
-  const notes = Object.entries(c.notes).map(([name, value]) => ` · ${name} ${textOf(value)}`);
+  const notes = Object.entries(c.notes).map(([name, value]) => ` · ${name.replace(/^rewards\//, "")} ${textOf(value)}`);
   return element("div", { className: c.kept ? "completion" : "completion other" },
     badge(c.reward, run, c.count),
     element("p", { className: "chip" }, when, ...notes, c.kept ? "" : " · does not match"),
-    element("div", { className: "text" }, ...shownResponse(c), c.cut ? element("span", { className: "cut", title: "the limit of tokens ended it" }, " ✂ cut off") : ""));
+    element("div", { className: "text" }, ...(c.completion ? shownResponse(c) : [shownToken("(empty)")]), c.cut ? element("span", { className: "cut", title: "the limit of tokens ended it" }, " ✂ cut off") : ""));
 }
 
 // The right answer and the other columns of a row.
@@ -93,7 +94,7 @@ function shownGroup({ run, group, kept }, whole) {
   const rewards = [...counts].sort(([a], [b]) => b - a).map(([reward, count]) => badge(reward, run, count));
   return element("article", { className: "card group" },
     element("h3", {}, heading.filter(Boolean).join(" · ")),
-    element("div", { className: "text" }, ...shownPrompt(group.prompt)), shownColumns(group.columns, run.answer),
+    element("div", { className: "text" }, element("div", {}, ...shownPrompt(group.prompt))), shownColumns(group.columns, run.answer),
     element("p", { className: "rewards" }, group.kind === "eval" ? "rewards of all evaluations " : "rewards of the group ", ...rewards),
     element("div", { className: "side" }, ...all.filter((c) => whole || c.kept).map((c) => shownCompletion(c, group.kind, run))));
 }
@@ -101,7 +102,6 @@ function shownGroup({ run, group, kept }, whole) {
 function showMore() {
   const whole = filter.elements.whole.checked, next = matching.slice(shownGroups, shownGroups + GROUPS);
   document.getElementById("groups").append(...next.map((match) => shownGroup(match, whole)));
-  for (const prompt of document.querySelectorAll(".group > .text")) prompt.scrollTop = prompt.scrollHeight; // the question is at its end
   shownGroups += next.length;
   more.hidden = shownGroups === matching.length;
 }
