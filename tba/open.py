@@ -179,6 +179,7 @@ def open_run(
                 config = passed.named_in(config, folder)
                 passed.write(folder, is_new=resume is None)
             setup = check(config, None if passed is None else passed.functions)
+            console.steps = setup.config.run.steps  # with `run.epochs`, only the data tell
             rollouts: Sequence[Group] = ()
             if resume is None and setup.config.replay.rollouts is not None:
                 rollouts = read_rollouts(Path(setup.config.replay.rollouts), setup.text)

@@ -39,7 +39,7 @@ class Console:
     """Seconds between two lines of steps; seconds after which an unchanged phase is repeated."""
 
     def __init__(self, steps: int, write: Callable[[str], None]):
-        self._steps = steps
+        self.steps = steps
         self.note = write
         self._last_line = self._last_phase = 0.0  # times
         self._phase = ""
@@ -73,7 +73,7 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
         self._stepped = True
-        if 2 < step < self._steps and now - self._last_line < self.EVERY:
+        if 2 < step < self.steps and now - self._last_line < self.EVERY:
             return
         self._last_line = now
         latest = {**self._held_out, **metrics}
@@ -84,7 +84,7 @@ class Console:
             spread = f" (std {std:.3f})" if isfinite(std) else ""
             values.append(f"{label} {text}{spread}")
         seconds = f"{metrics['time']:.0f} s"
-        self.note("  ".join([f"step {step}/{self._steps}", seconds, *values]))
+        self.note("  ".join([f"step {step}/{self.steps}", seconds, *values]))
 
     def evaluation(self, evaluation: "Evaluation") -> None:
         """Show the scores, and one answer to the first held-out prompt."""

@@ -86,7 +86,7 @@ class Terminal(Console):
         now = time.monotonic()
         self._metrics = metrics
         self._times.append((step, now))
-        if step in (1, self._steps) or now - self._last_line >= self.EVERY:
+        if step in (1, self.steps) or now - self._last_line >= self.EVERY:
             self._last_line = now
             self._row(step, "", metrics)
 
@@ -126,10 +126,10 @@ class Terminal(Console):
         if not self._times:
             return _fitting(phase)
         (first, began), (last, ended) = self._times[0], self._times[-1]
-        parts = [f"step {last:,}/{self._steps:,}"]
+        parts = [f"step {last:,}/{self.steps:,}"]
         if last > first:
             each = (ended - began) / (last - first)
-            parts += [f"{each:.2g} s/step", f"ETA {duration(each * (self._steps - last))}"]
+            parts += [f"{each:.2g} s/step", f"ETA {duration(each * (self.steps - last))}"]
         for name, label, form in (
             ("samples_per_second", "samples/s", TOKENS),
             ("off_policy/lag_mean", "lag", STEPS),
@@ -137,7 +137,7 @@ class Terminal(Console):
         ):
             if text := _shown(self._metrics.get(name, nan), form):
                 parts.append(f"{label} {text}")
-        is_long = now - max(ended, self._since) > 2 or last == self._steps
+        is_long = now - max(ended, self._since) > 2 or last == self.steps
         if self._phase != "training" and is_long:
             parts = [parts[0], *phase]
         return _fitting(parts)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from build import config
+from build import SMALL, config
 
+from tba.config.schema import load
 from tba.config.tables import RuntimeTable
 from tba.learn.trainer import SingleTrainer
 from tba.open import open_run, run
@@ -50,6 +51,14 @@ def test_a_run_in_one_process_tells_each_of_its_phases(tiny_model, tmp_path, mon
     loading = ["reading the data", "loading the model", "loading the models of the searcher"]
     training = ["training", *generating, "saving"]
     assert told == [*loading, *evaluating, *generating, *training, *evaluating]
+
+
+def test_the_console_knows_the_steps_of_epochs(tiny_model, tmp_path, capsys):
+    """It opens before the data are read, which tell how many steps an epoch has."""
+    own = ["task=toy.Ones", "task.allow_loss=1", "run.epochs=2", "log.console=lines"]
+    settings = [f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", *SMALL, *own]
+    steps = run(load(None, [*settings, "reward.isolate=none", "eval.every=0"])).steps
+    assert f"step {steps}/{steps} " in capsys.readouterr().out
 
 
 def test_a_searcher_in_the_trainers_process_is_idle_while_the_trainer_trains(
