@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tba.learn.layouts import Contexts, Layout, Packed, Plan, cut, pack, plan_of
+from tba.models import NOBODY
 from tba.models.forward import (
     attention_mask,
     check_logits,
@@ -17,6 +18,7 @@ from tba.models.forward import (
     packing,
     select,
     states_at_once,
+    takes_masks,
 )
 from tba.objectives import Head
 from tba.types import TokenBatch, positions
@@ -156,6 +158,13 @@ class Policy(nn.Module):
         """Return the policy's autocast context: bf16, or disabled."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
+    def _mask(self, real: Bool[Tensor, "N C"], queries: int) -> Any:
+        """Return the attention mask for the last tokens of rows with real tokens and padding."""
+        if not takes_masks(self.model) or (queries == real.shape[1] and real.all()):
+            return self._here(real.long())  # SDPA needs no mask if a row is whole
+        owner = self._here(torch.where(real, 0, NOBODY))
+        return attention_mask(self.model, owner[:, -queries:], owner)
+
     def _uncached(self, plan: Plan) -> Hidden:
         """Run a row for each prompt with all of its responses, or for each context alone."""
         batch = plan.batch
@@ -167,8 +176,8 @@ class Policy(nn.Module):
             position = self._here(packed.position)
         else:
             rows = contexts = cut(batch)
-            mask = self._here(contexts.real).long()
-            position = positions(mask)
+            mask = self._mask(contexts.real, contexts.real.shape[1])
+            position = self._here(positions(contexts.real))
         output = self.model.base_model(
             input_ids=self._here(rows.ids),
             attention_mask=mask,
@@ -184,11 +193,10 @@ class Policy(nn.Module):
         """Run each prompt once, then responses of similar length together, with its cache."""
         batch = plan.batch
         k, t = batch.tokens.shape[1:]
-        moved = batch.to(self.device)
         prompt = self.model.base_model(
-            input_ids=moved.prompt_tokens,
-            attention_mask=moved.prompt_mask.long(),
-            position_ids=positions(moved.prompt_mask),
+            input_ids=self._here(batch.prompt_tokens),
+            attention_mask=self._mask(batch.prompt_mask, batch.prompt_mask.shape[1]),
+            position_ids=self._here(positions(batch.prompt_mask)),
             use_cache=True,
         )
         first, of = batch.mask[..., 0].nonzero(as_tuple=True)
@@ -205,7 +213,7 @@ class Policy(nn.Module):
             position = prompt_mask.sum(1)[:, None] + torch.arange(length - 1)
             output = self.model.base_model(
                 input_ids=self._here(batch.tokens.flatten(0, 1)[chosen, : length - 1]),
-                attention_mask=self._here(visible.long()),
+                attention_mask=self._mask(visible, length - 1),
                 position_ids=self._here(position),
                 past_key_values=select(prompt.past_key_values, self._here(group)),
                 use_cache=True,

@@ -1,5 +1,6 @@
 """Forward passes of a model: positions, masks, caches shared by responses, logits, and layers."""
 
+import math
 import os
 import shutil
 import sysconfig
@@ -19,6 +20,8 @@ from tba.models import EVERYONE, FLEX, Packing
 
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits per chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
+ALIGNED = 16
+"""Elements to a multiple of which rows of an attention mask are allocated, for SDPA's kernels."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 """Keys in config.json for a divisor (Granite), a factor (Cohere) and a cap (Gemma 2) of logits."""
 
@@ -105,9 +108,10 @@ def check_rotary(config: Any, shortest: int, longest: int) -> None:
 def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Any:
     """Return an attention mask: tokens see the columns of their owner, and of EVERYONE.
 
-    The mask is [B 1 Q C]: boolean for SDPA, additive for eager attention, and a BlockMask for
-    FlexAttention. The Q tokens are the last of the C columns, and attention is causal. Padding sees
-    itself, so that no row is empty.
+    The mask is [B 1 Q C]: additive in the dtype of the queries, or a BlockMask for FlexAttention.
+    The Q tokens are the last of the C columns, and attention is causal. Padding sees itself, so
+    that no row is empty. From a boolean mask or from unaligned rows, SDPA would make another mask
+    in each layer, and keep it for the backward pass.
     """
     if _attention(model) == FLEX:
         from tba.models.flex import owned_blocks
@@ -117,10 +121,13 @@ def attention_mask(model: Any, owner: Int[Tensor, "B Q"], columns: Int[Tensor, "
     owner = owner[:, None, :, None]
     sees: Bool[Tensor, "B 1 Q C"] = (columns == EVERYONE) | (columns == owner)
     sees = sees.tril(sees.shape[-1] - sees.shape[-2])
-    if _attention(model) == "sdpa":
-        return sees
-    hidden = torch.finfo(model.dtype).min
-    return torch.zeros_like(sees, dtype=model.dtype).masked_fill(~sees, hidden)
+    kind = model.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else model.dtype
+    length = sees.shape[-1]
+    aligned = -(-length // ALIGNED) * ALIGNED
+    mask = sees.new_full((*sees.shape[:-1], aligned), -math.inf, dtype=dtype)[..., :length]
+    return mask.masked_fill_(sees, 0)
 
 
 def takes_masks(model: Any) -> bool:

@@ -19,7 +19,7 @@ from tba.config.tables import PASS_TOKENS, PolicyTable
 from tba.display import size
 from tba.engines import engine_in_bf16
 from tba.learn import MOMENTS, TrainerSizes, checkpoint_size
-from tba.models.forward import layers_of
+from tba.models.forward import layers_of, takes_masks
 from tba.models.lora import empty_adapted, frozen_bytes
 from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
 from tba.setup.machine import Machine
@@ -72,6 +72,8 @@ class ModelSizes:
     """Width of a token's keys in one layer."""
     vocabulary: int
     has_sdpa: bool
+    masks: int
+    """Number of attention masks that a pass keeps with SDPA: 1, or one in each layer."""
 
 
 def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
@@ -100,6 +102,7 @@ def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
         * (plain.get("num_key_value_heads") or heads),
         vocabulary=text.vocab_size,
         has_sdpa=model._supports_sdpa,
+        masks=1 if takes_masks(model) else text.num_hidden_layers,
     )
 
 
@@ -292,12 +295,11 @@ class MemoryEstimate:
         tokens, keys, scores = (pass_ * max(1, fitting)).tolist()
         is_best = self.machine.gpus or self.prompt + length > EAGER_TOKENS
         is_fused = z.has_sdpa and c.policy.attention in ("sdpa", "flex", "auto" if is_best else "")
-        has_mask = is_fused and self.machine.gpus and not is_flex  # each layer keeps it in bf16
-        mask = 2 * scores if has_mask else 0
+        mask = (2 if self.bf16 else 4) * scores if is_fused and not is_flex else 0
         scores = 0 if is_fused else scores
         shape = z.hidden, z.inner, z.heads, tokens, keys, scores, 0, self.bf16
         if not c.policy.gradient_checkpointing:
-            return kept(z.layers, *shape) + z.layers * mask
+            return kept(z.layers, *shape) + z.masks * mask
         return 4 * z.hidden * z.layers * tokens + kept(1, *shape) + mask
 
     def _head(self) -> float:

@@ -129,6 +129,31 @@ def test_passes_over_similar_lengths_change_nothing(family, batch, monkeypatch):
     torch.testing.assert_close(whole[1], results[1], atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_all_layers_keep_the_same_mask(batch, autocast, share_prompt):
+    """SDPA would keep a mask for each layer if it had to make them from a boolean one."""
+    own = Policy(make("llama"), 0.7, autocast, share_prompt)
+    layers = own.model.base_model.layers
+    assert own.model.config._attn_implementation == "sdpa" and len(layers) > 1
+    masks: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    for layer in layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, named: masks.append(named["attention_mask"]), with_kwargs=True
+        )
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.extend([tensor] if any(tensor.shape == mask.shape for mask in masks) else [])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        own(batch)
+    given = {mask.data_ptr() for mask in masks}
+    assert len(masks) == len(layers) * len(given)
+    assert {mask.data_ptr() for mask in kept} == given
+
+
 def test_gradient_checkpointing_keeps_the_inputs_of_layers_only(batch):
     def kept(checkpointing: bool) -> int:
         model = make("llama")

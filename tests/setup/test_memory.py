@@ -27,6 +27,9 @@ QWEN = Qwen2Config(
     vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
     num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
 )  # fmt: skip
+WINDOWS = {
+    "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0, "layer_types": None,
+}  # fmt: skip
 NUMBERS = 7_615_616_512
 """Parameters of that model."""
 BEFORE = ["trainer.devices=", "trainer.token_budget=", "engine.gpu_memory_utilization="]
@@ -262,15 +265,17 @@ def test_a_step_in_parts_of_memory(qwen):
     assert parts["a weight as it changes"] == 18 * head and "activations" not in parts
 
 
-def test_the_mask_of_attention_is_kept_by_each_layer_on_a_gpu(qwen):
-    given = [f"policy.model={qwen}", "policy.attention=sdpa", "policy.autocast=off"]
-    config = with_defaults(load(MATH, [*given, "policy.gradient_checkpointing=false"]))
-    on_gpu, on_cpu = (
-        MemoryEstimate.of(config, machine, 300)._activations()
-        for machine in (planned_machine("1x80"), Machine(0, 0, 1e12))
-    )
+def test_a_pass_keeps_one_attention_mask_or_one_in_each_layer(qwen, tmp_path):
+    windows = tmp_path / "windows"
+    shutil.copytree(qwen, windows)
+    Qwen2Config(**QWEN.to_dict() | WINDOWS).save_pretrained(windows)
+    kept = {}
+    for model in (qwen, windows):
+        given = [f"policy.model={model}", "policy.attention=sdpa", "policy.autocast=off"]
+        config = with_defaults(load(MATH, [*given, "policy.gradient_checkpointing=false"]))
+        kept[model] = MemoryEstimate.of(config, planned_machine("1x80"), 300)._activations()
     scores = group(300, 2, 3072)[2]  # of the two responses that fit the budget
-    assert on_gpu - on_cpu == 28 * 2 * scores
+    assert kept[windows] - kept[qwen] == 27 * 4 * scores
 
 
 def test_advice_leaves_out_what_is_set(qwen):
