@@ -272,6 +272,11 @@ class TrainerTable(Table):
         "ranks of the trainer; each is a process with a device, and holds its part of the weights"
         " and of AdamW's state (ray)",
     )
+    reshard_after_forward: bool = key(
+        True,
+        "whether ranks free each layer after its forward pass; false: each keeps a copy of the"
+        " model from the first pass to the backward pass, which sends less: docs/scaling.md",
+    )
     deadline: Finite = key(
         1800.0,
         "seconds for a step of the ranks, a publication, a batch of groups, a checkpoint, and each"

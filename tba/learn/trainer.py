@@ -92,7 +92,8 @@ class TrainerSetup:
         if settings.compile:
             warm_up(policy, self.context)
         if rank is not None:
-            shard(policy, model, device, bf16, settings.devices)
+            after_forward = settings.reshard_after_forward
+            shard(policy, model, device, bf16, settings.devices, after_forward)
             if stored is not None:  # after sharding: a rank allocates and reads only its part
                 fill_model(policy, model, stored, device)
         samples = self.config.engine.use == "transformers"

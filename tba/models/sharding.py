@@ -14,8 +14,12 @@ from tba.models.pretrained import load_model, model_folder
 from tba.models.tensor_files import TensorFile, stored_in, weight_files
 
 
-def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> None:
+def shard(
+    root: nn.Module, model: Any, device: str, bf16: bool, ranks: int, after_forward: bool = True
+) -> None:
     """Shard each layer of the model, and the other modules in `root`, over all ranks with FSDP2.
+
+    Layers that a pass has gathered are sharded again `after_forward`, or after the backward pass.
 
     Gradients are summed over ranks, not averaged: every rank divides the loss of a group by the
     number of groups in the whole batch.
@@ -28,7 +32,7 @@ def shard(root: nn.Module, model: Any, device: str, bf16: bool, ranks: int) -> N
     if bf16:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers_of(model):
-        fully_shard(layer, **options)
+        fully_shard(layer, reshard_after_forward=after_forward, **options)
     for other in root.children():
         if other is not model:  # the head of an objective computes in fp32
             fully_shard(other, mesh=mesh)

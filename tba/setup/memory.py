@@ -275,7 +275,7 @@ class MemoryEstimate:
             parts["copy for publishing"] = self.trainer_sizes.published_bytes if copied else 0
             parts["matrices in bf16"] = 2 * z.trained if self.bf16 and self.width == 4 else 0
         else:
-            layers = min(2, z.layers)
+            layers = min(2, z.layers) if self.config.trainer.reshard_after_forward else z.layers
             parts["gathered layers"] = (2 if self.bf16 else 4) * (z.root + layers * z.layer)
         return parts | changing
 

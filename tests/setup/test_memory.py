@@ -215,6 +215,8 @@ def test_what_lowers_the_memory(qwen):
     """Each setting that docs/memory.md names lowers what it is said to lower."""
     one = needs(qwen, "trainer.devices=1").processes[0].parts
     two = needs(qwen, "trainer.devices=2").processes[0].parts
+    kept = needs(qwen, "trainer.devices=2", "trainer.reshard_after_forward=false").processes[0]
+    assert kept.parts["gathered layers"] == 2 * NUMBERS > two["gathered layers"]
     for name in ("weights", "gradients", "moments"):
         assert two[name] == one[name] / 2
     budget = needs(qwen, "trainer.devices=1", "trainer.token_budget=4096").processes[0].parts
