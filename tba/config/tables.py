@@ -268,15 +268,9 @@ class TrainerTable(Table):
     )
     compile: bool = key(False, "compile the model's layers (torch.compile); docs/performance.md")
     devices: Positive = key(
-        1,
-        "ranks of the trainer; each is a process with a device, and holds its part of the weights"
-        " and of AdamW's state (ray)",
+        1, "ranks of the trainer (ray), each with a device, and a part of weights and AdamW's state"
     )
-    reshard_after_forward: bool = key(
-        True,
-        "whether ranks free each layer after its forward pass; false: each keeps a copy of the"
-        " model from the first pass to the backward pass, which sends less: docs/scaling.md",
-    )
+    reshard_after_forward: bool = key(True, "false: ranks keep gathered layers; docs/scaling.md")
     deadline: Finite = key(
         1800.0,
         "seconds for a step of the ranks, a publication, a batch of groups, a checkpoint, and each"
