@@ -118,6 +118,8 @@ def rules_of_processes(c: ConfigTables) -> Iterator[Rule]:
     yield several and is_local, ranks, "runtime.use=ray"
     yield several and t.optimizer != "adamw", ranks, "trainer.optimizer=adamw"
     yield several and t.compile, ranks, "trainer.compile=false"
+    keeps = not t.reshard_after_forward and not several
+    yield keeps, "trainer.reshard_after_forward = false", "trainer.devices=2 or more"
     lora = c.policy.lora
     in_4_bits = lora is not None and lora.load_in_4bit
     yield in_4_bits and several, "policy.lora.load_in_4bit", "trainer.devices=1"

@@ -213,6 +213,7 @@ def test_a_resumed_run_with_moments_in_8_bits_equals_the_uninterrupted_one(tmp_p
     ("settings", "message"),
     [
         (["trainer.optimizer=adamw_8bit", "trainer.devices=2"], "needs trainer.optimizer=adamw"),
+        (["trainer.reshard_after_forward=false"], "needs trainer.devices=2 or more"),
         (["trainer.weights=bf16", "policy.autocast=off"], "needs policy.autocast=bf16"),
         (["trainer.weights=bf16", "policy.autocast=auto"], "needs policy.autocast=bf16"),
         (["trainer.weights=fp16"], "trainer.weights"),
