@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -135,6 +136,12 @@ def shallow_toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from exact import save_model
 
     return save_model(tmp_path_factory.mktemp("shallow-toy"), layers=1)
+
+
+@pytest.fixture
+def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check no shapes, in tests of hundreds of steps that other tests check."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

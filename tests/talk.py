@@ -1,9 +1,7 @@
-"""Dialogues for tests: a toy that can be enumerated, a desk of odd tools, and runs with it."""
+"""Dialogues for tests: a toy that can be enumerated, and scripted turns with a desk of tools."""
 
-import asyncio
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -201,7 +199,7 @@ def total_variation(policy: Policy, group: Group, beta: float) -> float:
     return one.distance(one.target(beta))
 
 
-# A desk of tools, and an engine that says what it is told to.
+# An engine that says what it is told to, in runs with a desk of tools.
 
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 SIMPLE = (
@@ -210,83 +208,6 @@ SIMPLE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 """A chat template that knows no tools."""
-CLOSING = threading.Event()
-
-
-class Desk:
-    """Tools that work, fail and hang."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def reset(self, says: str | None = None, **row: Any) -> str | None:
-        return says
-
-    def double(self, n: int) -> int:
-        """Double a number.
-
-        Args:
-            n: The number.
-        """
-        self.notes.append(f"double {n}")
-        return 2 * n
-
-    async def later(self, word: str) -> str:
-        """Say a word after a while.
-
-        Args:
-            word: The word.
-        """
-        await asyncio.sleep(0)
-        return word
-
-    def divide(self) -> float:
-        """Divide by zero."""
-        return 1 / 0
-
-    def leave(self) -> None:
-        """Try to end the process."""
-        raise SystemExit(3)
-
-    def hang(self) -> None:
-        """Do not return."""
-        CLOSING.wait(60)
-
-    def _note(self) -> None:
-        """Not a tool."""
-
-
-class Locked(Desk):
-    """A desk that cannot be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-class Greedy(Desk):
-    """A desk that works with the row itself."""
-
-    def reset(self, heap: list[int], **row: Any) -> str | None:  # type: ignore[override]
-        self.heap = heap
-        return f" with {len(heap)}"
-
-    def take(self) -> int:
-        """Take one."""
-        return self.heap.pop()
-
-
-class Forgetful(Desk):
-    """A desk that cannot always be reset."""
-
-    def reset(self, kind: str, **row: Any) -> str | None:  # type: ignore[override]
-        if kind == "raises":
-            raise OSError("no desk is free")
-        if kind == "hangs":
-            CLOSING.wait(60)
-        if kind == "long":
-            return "long" * 1000
-        return str(id(self)) if kind == "differs" else None
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -348,7 +269,7 @@ def dialogue_config(model: Path, tmp_path: Path) -> Callable[..., Config]:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / "rewards.py").write_text(REWARDS)
         task = {"data": str(data), "reward": f"{tmp_path}/rewards.py:last_length"}
-        task |= {"environment": f"{TESTS}/talk.py:Desk", "held_out_size": 2}
+        task |= {"environment": f"{TESTS}/desk.py:Desk", "held_out_size": 2}
         given = [(k, v) for k, v in (task | options).items() if v is not None]
         return load(
             None,

@@ -142,21 +142,6 @@ def test_evaluations_are_in_order_and_each_is_there_once(tmp_path):
         _ = result.summary
 
 
-def test_functions_are_sent_to_searcher_processes(tiny_model, tmp_path):
-    """A function by its name and a closure by its value, added with their weights."""
-    result = tba.train(
-        config(
-            tiny_model, tmp_path / "run", "runtime.use=ray", "task=custom",
-            "task.held_out_size=2", "task.reward_weights=[0.0, 3.0]", "strategy=uniform",
-        ),
-        data=ROWS,
-        reward=[length, at_most(100)],
-    )  # fmt: skip
-    assert result.summary.finished and not result.summary.rejected
-    assert result.metrics()["reward"].tolist() == [3.0, 3.0]
-    assert result.summary.last["greedy_reward"] == 3.0
-
-
 def test_only_the_reward_is_in_memory(tiny_model, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

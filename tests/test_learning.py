@@ -13,6 +13,8 @@ from exact import BETA, Enumerated, enumerate_answers, toy_config
 
 from tba.config.plugins import names
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 KL_IN_THE_REWARD = ("tb_learned_z", "tba_prime", "rloo", "ppo")
 """Their target is ref(y) exp(r(y) / beta) / Z; test_exactness.py shows the same for `tb`."""
 EXACT = ("tba_prime", "rloo")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from build import config, newest_files, replayed, resumes_exactly
+from build import config, end_alike, newest_files, replayed, resumes_exactly
 from safetensors.torch import load_file
 
 import tba
@@ -33,6 +33,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model, tmp_path, object
     """Model, optimizer, buffer, random states and cursor; killed between two publications, too."""
     settings = (f"objective={objective}", f"runtime.publish_every={publish_every}")
     resumes_exactly(tiny_model, tmp_path, "strategy=mixture", *settings)
+
+
+def test_a_checkpoint_changes_nothing(tiny_model, tmp_path):
+    """A run that saves at each step ends, bit for bit, like one that saves at its end only."""
+    settings = ("objective=ppo", "strategy=recent", "runtime.lag=2")
+    for name, every in (("whole", 0), ("part", 1)):
+        own = (*settings, "policy.reset_reference_every=4", f"checkpoint.every={every}")
+        run(config(tiny_model, tmp_path / name, *own))
+    end_alike(tmp_path / "whole", tmp_path / "part")
 
 
 def test_an_evaluation_lost_in_a_stop_is_made_again(tiny_model, tmp_path, monkeypatch):
@@ -135,11 +144,13 @@ def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
     assert replayed(tmp_path / "whole") == replayed(folder)
 
 
-@pytest.mark.parametrize("call", [1, 4, 12])
-def test_a_signal_ends_what_is_generated(call, tiny_model, tmp_path, monkeypatch):
+def test_a_signal_ends_what_is_generated(tiny_model, tmp_path, monkeypatch):
     """The first evaluation, the first fill or a search between two steps: it is repeated."""
     monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
-    generate, calls, folder = Transformers.generate, 0, tmp_path / "run"
+    generate, settings = Transformers.generate, ("run.steps=6", "runtime.prompts_per_task=1")
+    calls = call = 0
+    run(config(tiny_model, tmp_path / "whole", *settings))
+    whole = newest_files(tmp_path / "whole")["model/model.safetensors"]
 
     def generate_until(self: Transformers, *given: Any) -> Any:
         nonlocal calls
@@ -149,16 +160,15 @@ def test_a_signal_ends_what_is_generated(call, tiny_model, tmp_path, monkeypatch
             raise AssertionError("the signal has ended nothing")
         return generate(self, *given)
 
-    settings = ("run.steps=6", "runtime.prompts_per_task=1")
-    with monkeypatch.context() as patch:
-        patch.setattr(Transformers, "generate", generate_until)
-        stopped = run(config(tiny_model, folder, *settings))
-    assert not stopped.finished and calls == call and (stopped.steps == 0) == (call < 12)
-    assert run(_config([], folder), folder).finished
-    run(config(tiny_model, tmp_path / "whole", *settings))
-    assert replayed(tmp_path / "whole") == replayed(folder)
-    whole, resumed = newest_files(tmp_path / "whole"), newest_files(folder)
-    assert whole["model/model.safetensors"] == resumed["model/model.safetensors"]
+    for call in (1, 4, 12):
+        calls, folder = 0, tmp_path / f"{call}"
+        with monkeypatch.context() as patch:
+            patch.setattr(Transformers, "generate", generate_until)
+            stopped = run(config(tiny_model, folder, *settings))
+        assert not stopped.finished and calls == call and (stopped.steps == 0) == (call < 12)
+        assert run(_config([], folder), folder).finished
+        assert replayed(tmp_path / "whole") == replayed(folder), call
+        assert newest_files(folder)["model/model.safetensors"] == whole, call
 
 
 def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model, tmp_path):

@@ -39,9 +39,9 @@ def run_code() -> Iterator[ModuleType]:
 
 
 def test_the_algorithm_in_one_file_learns():
-    """A fifth of the steps of its docstring, which has the score after all."""
+    """From a score of 0.32 to 0.9 in eight steps; its docstring has the score after all."""
     recipe = module_at(RECIPES / "minimal_loop.py")
-    assert recipe.main(steps=20) > 0.7
+    assert recipe.main(steps=8) > 0.7
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)

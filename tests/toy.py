@@ -10,6 +10,10 @@ from tba.tasks import Task
 TEXTS = ("1+", "2=3", "71=")
 
 
+def lengths(completions: list[str]) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
 @dataclass(frozen=True)
 class Toy(Task):
     """Three prompts under many names; the reward is a smooth function of the answer's digits."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import EOS, PAD
-from talk import CHARACTERS, SIMPLE, Desk, call
+from desk import Desk
+from talk import CHARACTERS, SIMPLE, call
 from transformers import AutoTokenizer
 
 from tba.agents.chat import Chat, ToolCall, endings
@@ -27,7 +28,7 @@ KNOWING = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """A template that describes tools, and has a line break after every message."""
-TOOLS = describe("talk:Desk", Desk, 8, 1.0)
+TOOLS = describe("desk:Desk", Desk, 8, 1.0)
 PARSER = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<assistant>",

@@ -10,6 +10,7 @@ import pytest
 import talk
 from build import resumes_exactly
 from conftest import EOS
+from desk import CLOSING
 from talk import (
     ROWS,
     TESTS,
@@ -156,7 +157,7 @@ def test_what_reset_says_ends_the_prompt(config):
 def test_each_environment_has_a_row_of_its_own(config):
     """A tool that changes it changes no other dialogue about the prompt, now or later."""
     options = {"rows": [{**row, "heap": [5, 6, 7]} for row in ROWS]}
-    options["environment"] = f"{TESTS}/talk.py:Greedy"
+    options["environment"] = f"{TESTS}/desk.py:Greedy"
     searcher, result = searched(config(call("take"), "Taken.", **options))
     again = searcher.search([result.groups[0].prompt], seed=1)
     for group in [*result.groups, *again.groups]:
@@ -175,7 +176,7 @@ def test_each_environment_has_a_row_of_its_own(config):
 )
 def test_an_environment_that_cannot_be_reset_costs_its_samples_only(kind, reason, told, config):
     rows = [ROWS[0], {**ROWS[1], "kind": kind}, *ROWS[2:]]
-    environment = f"{TESTS}/talk.py:Forgetful"
+    environment = f"{TESTS}/desk.py:Forgetful"
     options = {"rows": rows, "environment": environment, "seconds": soon(kind)}
     searcher, result = searched(config(call("double", n=1), "2", **options), prompts=2)
     assert result.groups[0].prompt.text == "Say 0"
@@ -232,14 +233,14 @@ def test_an_evaluation_set_has_the_tools_of_its_own_task(config):
 
 RAISING = [{"prompt": text, "kind": "raises"} for text in "abcd"]
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no such class": ({"environment": f"{TESTS}/talk.py:Dask"}, "has no function 'Dask'"),
+    "no such class": ({"environment": f"{TESTS}/desk.py:Dask"}, "has no function 'Dask'"),
     "no such file": ({"environment": "nowhere.py:Desk"}, "'nowhere.py:Desk': no such file"),
     "not to be called": ({"environment": "talk:Script"}, "TypeError: "),
     "no method": ({"environment": "collections:Counter"}, "Counter has no method `reset`"),
     "no docstring": ({"environment": "test_dialogues:Silent"}, "it has no docstring!; give 'sp"),
     "no tool": ({"environment": "test_dialogues:Bare"}, "Bare has no other public method, no to"),
     "no column": ({"environment": "test_dialogues:Picky"}, "positional argument: 'colour'"),
-    "no desk": ({"environment": "talk:Forgetful", "rows": RAISING}, "cannot be reset: "),
+    "no desk": ({"environment": "desk:Forgetful", "rows": RAISING}, "cannot be reset: "),
     "no environment": ({"environment": None}, "needs 'environments', which is not a column"),
     "no turns": ({"max_turns": 0}, "task.max_turns = 0: Input should be greater than or equal to"),
     "no key": ({"tool_deadline": 1}, "task.tool_deadline: 'custom' has no such option: it was rem"),
@@ -282,7 +283,7 @@ def test_tools_answer_alike_in_the_process_that_scores(config, held):
     """And rewards see the environments, which may hold what cannot be pickled."""
     calls = [call("double", n=1), call("divide"), call("leave"), "<tool_call>?", call("later")]
     turns = ["".join([*calls, call("later", word="soon")]), call("hang"), call("double", n=2), "-"]
-    options = {"environment": f"{TESTS}/talk.py:Locked", "seconds": 2.0}
+    options = {"environment": f"{TESTS}/desk.py:Locked", "seconds": 2.0}
     told = []
     for isolate in ("none", "process"):
         searcher, result = held(config(*turns, isolate=isolate, **options))
@@ -397,10 +398,10 @@ def test_calls_run_side_by_side_up_to_a_deadline():
     def fail() -> None:
         raise KeyError("x")
 
-    waiting = [lambda: talk.CLOSING.wait(0.1)] * 60
+    waiting = [lambda: CLOSING.wait(0.1)] * 60
     results = within(5.0, [lambda: 1, fail, *waiting])
     assert results[0] == 1 and isinstance(results[1], KeyError) and results[2:] == [False] * 60
-    assert within(0.05, [lambda: talk.CLOSING.wait(60), lambda: 2]) == [None, 2]
+    assert within(0.05, [lambda: CLOSING.wait(60), lambda: 2]) == [None, 2]
 
 
 def test_a_run_with_an_environment_resumes_exactly(tmp_path):

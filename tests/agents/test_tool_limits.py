@@ -4,7 +4,8 @@ import time
 from typing import Any
 
 import pytest
-from talk import CLOSING, Desk, call, dialogue_config, dialogue_model, replies, searched
+from desk import CLOSING, Desk
+from talk import call, dialogue_config, dialogue_model, replies, searched
 
 from tba.agents.environment import CHARACTERS
 from tba.prompt import Answer

@@ -232,11 +232,10 @@ RESUMED = [(), WHOLE, ("trainer.weights=bf16",)]
 @pytest.mark.parametrize("extra", RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(toy_model, tmp_path, extra):
     reset = ("policy.reset_reference_every=3", "trainer.schedule=constant", "run.steps=6")
-    settings = (*reset, *extra)
-    whole = small(toy_model, tmp_path / "whole", *settings)
-    run(whole)
-    run(small(toy_model, tmp_path / "part", *settings, "run.steps=4"))
-    run(_config(["run.steps=6"], tmp_path / "part"), tmp_path / "part")
+    run(small(toy_model, tmp_path / "whole", *reset, *extra, "checkpoint.every=4"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(newest(tmp_path / "part" / "checkpoints"))  # as if killed after step 4
+    run(_config([], tmp_path / "part"), tmp_path / "part")
     ends = [newest(tmp_path / name / "checkpoints") for name in ("whole", "part")]
     for file in (f"model/{ADAPTER}", "optimizer.safetensors", "reference.safetensors"):
         first, second = (load_file(end / file) for end in ends)

@@ -14,6 +14,8 @@ from tba.objectives.oapl import Oapl
 from tba.objectives.tb import TrajectoryBalance
 from tba.objectives.tb_learned_z import TrajectoryBalanceLearnedZ
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = module_at(ROOT / "scripts" / "draw_fixed_value.py")
 REF = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)

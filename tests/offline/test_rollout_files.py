@@ -3,16 +3,17 @@
 import copy
 import json
 import logging
+import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from weakref import ref
 
 import numpy as np
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer as Tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tba.agents.chat import response_text
-from tba.cli import rollouts
+from tba.cli import main, rollouts
 from tba.config.schema import Config, load
 from tba.models.lora import load_frozen
 from tba.models.pretrained import Tokenizer, load_text
@@ -475,15 +476,16 @@ def test_a_dry_run_holds_one_session(config, tmp_path, monkeypatch):
     assert not any(line.startswith("first prompt") for line in lines)  # the program makes its own
 
 
-def test_a_model_is_served_for_a_program_to_be_written_against(model):
-    command = [sys.executable, "-m", "tba.cli", "serve", str(model), "sampling.max_tokens=50"]
-    served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert served.stdout is not None
-        url = served.stdout.readline().split('"')[1]
+def test_a_model_is_served_for_a_program_to_be_written_against(model, monkeypatch):
+    source, sink = os.pipe()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["tba", "serve", str(model), "sampling.max_tokens=50"])
+
+    def use(told: IO[str]) -> None:
+        url = told.readline().split('"')[1]
         reply = programs.ask(url, [programs.user("Say 1")])
         assert 0 < reply["usage"]["completion_tokens"] <= 50
-        assert re.match(r"call 1: \d+ \+ \d+ tokens, 1 contexts", served.stdout.readline())
+        assert re.match(r"call 1: \d+ \+ \d+ tokens, 1 contexts", told.readline())
         options = {"stream": True, "temperature": 0}
         with programs.post(url, [programs.user("Say 1")], **options) as stream:
             events = stream.read().decode().split("\n\n")[:-2]
@@ -495,9 +497,13 @@ def test_a_model_is_served_for_a_program_to_be_written_against(model):
         tokens = {"stream": True, "logprobs": True}  # in one part, and its end
         with programs.post(url, [programs.user("Say 1")], **tokens) as stream:
             assert len(stream.read().decode().split("\n\n")[:-2]) == 2
-        served.send_signal(signal.SIGINT)
-        assert served.wait(30) == 0
-    finally:
-        served.kill()
-        served.wait()
-        served.stdout.close()
+
+    with ThreadPoolExecutor(1) as client, os.fdopen(source) as told, os.fdopen(sink, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        used = client.submit(use, told)
+        # if the command has failed, its output is closed before the client ends
+        used.add_done_callback(lambda _: out.closed or os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(SystemExit) as ended:
+            main()
+    used.result()
+    assert ended.value.code == 0

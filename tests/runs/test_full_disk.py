@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from build import ENVIRONMENT, as_settings, config
 
+from tba.cli import main
 from tba.learn import checkpoint_size
 from tba.open import run
 from tba.runs.checkpoint import newest
@@ -41,9 +42,20 @@ def limited(size: int, *arguments: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_disk_that_is_full_at_the_start_is_an_error_in_words(tiny_model, tmp_path):
+def test_a_disk_that_is_full_at_the_start_is_an_error_in_words(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
     """A limit of file sizes stands for it: the lock has room, and the config has none."""
-    told, *_ = limited(200, *command(tiny_model, tmp_path / "run"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", command(tiny_model, tmp_path / "run")[2:])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
     assert told.startswith("error: the disk is full: [Errno 27] File too large")
 
 

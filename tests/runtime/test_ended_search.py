@@ -35,8 +35,7 @@ class Raising(Ones):
         return super().score(prompt, answers)
 
 
-@pytest.mark.parametrize("lag", ["none", "1"])
-@pytest.mark.parametrize("after", [1, 7])
+@pytest.mark.parametrize(("after", "lag"), [(1, "none"), (7, "none"), (7, "1")])
 def test_a_search_that_ends_a_local_run_loses_nothing(tiny_model, tmp_path, after, lag):
     """The second of three prompts, in the first fill and in a step. It is scored again."""
     folder = tmp_path / "run"

@@ -207,8 +207,8 @@ def test_a_run_trains_on_a_sample_as_often_as_it_may(fed, given):
     given = dict(given)
     chosen = given.pop("settings", ())
     limit = load(None, [s for s in chosen if "reuse" in s]).runtime.max_reuse
-    _, rows = fed(*chosen, "run.steps=45", **given)
-    assert len(rows) == 45
+    _, rows = fed(*chosen, "run.steps=30", **given)
+    assert len(rows) == 30
     assert 0.85 * limit <= most_reuse(rows) <= limit
 
 

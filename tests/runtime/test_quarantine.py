@@ -175,7 +175,7 @@ def test_a_run_goes_on_without_a_prompt_that_ends_its_scoring_process(tiny_model
     assert caplog.text.count(f"({POISON}) is no longer searched") == 1
     counts = [row.get("searchers/quarantined", 0) for row in read(folder / METRICS)]
     assert counts == sorted(counts) and counts[-1] == 1
-    run(_config(["run.steps=16", "reward.quarantine=0"], folder), folder)
+    run(_config(["run.steps=10", "reward.quarantine=0"], folder), folder)
     assert calls(tmp_path) > 2
 
 

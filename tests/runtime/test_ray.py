@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
+import toy
 from build import (
     ENVIRONMENT,
     HOME,
@@ -19,13 +19,11 @@ from build import (
     children,
     conserved,
     nothing_is_left,
-    run_and_keep,
     wait_until,
 )
 from build import ray_config as config
 
-from tba.open import open_run
-from tba.prompt import Prompt
+import tba
 from tba.runs.folder import METRICS, SUMMARY, read
 from tba.runtime.deadline import bind_ray
 
@@ -50,6 +48,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def is_short(limit: int) -> Callable[..., list[float]]:
+    """Return a closure, which is sent to a searcher by its value."""
+    return lambda completions, prompts: [float(len(c) <= limit) for c in completions]
+
+
 def test_neither_side_waits_and_the_phases_are_told(
     tiny_model, tmp_path, sent, capsys, monkeypatch
 ):
@@ -57,7 +60,8 @@ def test_neither_side_waits_and_the_phases_are_told(
 
     The baseline, of two pieces, goes first. Only the user enters the folder of the private Ray,
     which has a session of its own. No file of the current folder hides a module of Python, and the
-    module path may have entries that are no text, or no UTF-8.
+    module path may have entries that are no text, or no UTF-8. Rewards are a function that is sent
+    by its name and one that is sent by its value, with their weights.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, f"{tmp_path}/\udcff"])
@@ -67,9 +71,12 @@ def test_neither_side_waits_and_the_phases_are_told(
     slow = (
         "engine=scripted", f"engine.latency={search}", "engine.answers=['1','2','33']",
         "eval.every=0", "eval.prompts_per_task=2", "run.steps=60", "runtime.max_reuse=inf",
-        "log.console=lines",
+        "log.console=lines", "task=custom", "task.held_out_size=4",
+        "task.reward_weights=[0.0, 3.0]",
     )  # fmt: skip
-    with open_run(config(tiny_model, tmp_path / "run", *slow)) as run:
+    chosen = config(tiny_model, tmp_path / "run", *slow)
+    rows = [{"prompt": f"{i}+{i}="} for i in range(50)]
+    with tba.open_run(chosen, data=rows, reward=[toy.lengths, is_short(100)]) as run:
         (session,) = HOME.glob(f"tba-*/ray/session_*_{os.getpid()}")
         folder = session.parent.parent
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -81,6 +88,9 @@ def test_neither_side_waits_and_the_phases_are_told(
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert summary["trainer_wait_fraction"] * summary["seconds"] < search
     assert summary["samples_trained"] == 60 * 12
+    assert summary["eval/last"]["greedy_reward"] == 3.0 and not summary["rejected"]
+    steps = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
+    assert {row["reward"] for row in steps} == {3.0}
     assert conserved(run.buffer)
     assert summary["searcher_wait_fraction"] < 0.25
     lines = capsys.readouterr().out.splitlines()
@@ -90,43 +100,6 @@ def test_neither_side_waits_and_the_phases_are_told(
     )  # fmt: skip
     places = [next(i for i, line in enumerate(lines) if line.startswith(e)) for e in expected]
     assert places == sorted(places)
-
-
-def test_search_and_learning_take_turns(tiny_model, tmp_path, monkeypatch):
-    """lag = 0 on two searchers: all is on policy, both have work, and none has too much.
-
-    A new reference arrives in its turn, and so do values.
-    """
-    bind_ray(None)
-    from tba.runtime.pool import SearcherHandle
-
-    given: Counter[int] = Counter()
-    search = SearcherHandle.search
-
-    def counting(self: SearcherHandle, prompts: list[Prompt], *rest: Any) -> None:
-        given[id(self)] += len(prompts)
-        search(self, prompts, *rest)
-
-    monkeypatch.setattr(SearcherHandle, "search", counting)
-    settings = (
-        "runtime.lag=0", "runtime.publish_every=1", "runtime.searchers=2", "runtime.cores=share",
-        "strategy=recent", "run.steps=8",
-    )  # fmt: skip
-    changing = (
-        "policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo",
-        "objective.step_tokens=1", "objective.rollouts=2",
-    )  # fmt: skip
-    ended = run_and_keep(config(tiny_model, tmp_path / "run", *settings, *changing))
-    rows = [r for r in read(tmp_path / "run" / METRICS) if "kl" in r]
-    assert [r["off_policy/lag_max"] for r in rows] == [0] * 8
-    assert [r["samples_generated"] for r in rows] == [12 * (step + 1) for step in range(1, 9)]
-    on_reference = [step for step, r in enumerate(rows) if abs(r["log_ratio"]) < 1e-4]
-    assert on_reference == [0, 3, 6]
-    # three prompts a turn: two for one of them, one for the other
-    assert sum(given.values()) == 27 and min(given.values()) >= 7
-    for trajectory in (t for g in ended.buffer.groups() for t in g.trajectories):
-        assert trajectory.value is not None and np.isfinite(trajectory.value).all()
-        assert len(trajectory.value) == len(trajectory.tokens)
 
 
 def started(model: Path, folder: Path) -> subprocess.Popen[bytes]:

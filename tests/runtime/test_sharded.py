@@ -1,22 +1,26 @@
 """Runs whose trainer is divided over two ranks on this machine."""
 
 import re
+from collections import Counter
 from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import pytest
 import torch
-from build import newest_files, ray_config, replayed
+from build import newest_files, ray_config, replayed, run_and_keep
 from safetensors.torch import load_file
 from torch import distributed
 
 from tba.config.schema import DEFAULT, load
 from tba.learn.trainer import MicroBatchResult
 from tba.open import run
+from tba.prompt import Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.folder import CHECKPOINTS, METRICS, read
+from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import Place
 from tba.runtime.ranks import RankActor, ShardedTrainer, _gather
 from tba.tools.report import report
@@ -29,26 +33,52 @@ TWO = (
 
 
 def test_a_run_of_two_ranks(tiny_model, tmp_path, monkeypatch):
-    """They meet where only this user enters.
+    """They meet where only this user enters, and take turns with two searchers (lag = 0).
 
-    In tests/learn/test_divided.py, any number of ranks goes on from a checkpoint.
+    All is on policy, both searchers have work, and none has too much. A new reference arrives in
+    its turn, and so do values. In tests/learn/test_divided.py, any number of ranks goes on from a
+    checkpoint.
     """
+    bind_ray(None)
+    from tba.runtime.pool import SearcherHandle
+
     folder = tmp_path / "run"
     met: list[Path] = []
+    given: Counter[int] = Counter()
+    search = SearcherHandle.search
 
     def step(trainer: Any, *given: Any, step: Any = ShardedTrainer.step) -> Any:
         met.append(Path(trainer._meeting))
         assert met[0].stat().st_mode & 0o777 == 0o700 and (met[0] / "store").stat().st_size > 0
         return step(trainer, *given)
 
+    def counting(self: SearcherHandle, prompts: list[Prompt], *rest: Any) -> None:
+        given[id(self)] += len(prompts)
+        search(self, prompts, *rest)
+
     monkeypatch.setattr(ShardedTrainer, "step", step)
-    run(ray_config(tiny_model, folder, *TWO, "run.steps=3"))
-    assert len(met) == 3 and not met[0].exists()
+    monkeypatch.setattr(SearcherHandle, "search", counting)
+    changing = (
+        "runtime.searchers=2", "runtime.cores=share", "strategy=recent", "run.steps=8",
+        "policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo",
+        "objective.step_tokens=1", "objective.rollouts=2",
+    )  # fmt: skip
+    ended = run_and_keep(ray_config(tiny_model, folder, *TWO, *changing))
+    assert len(met) == 8 and not met[0].exists()
     rows = [row for row in read(folder / METRICS) if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [*range(1, 9)]
     assert min(row["batch/imbalance"] for row in rows) >= 0
     assert max(row["sync/logp_gap"] for row in rows) < 1e-4
     assert "2 ranks, the longest" in report([folder]).read_text("utf-8")
+    assert [row["off_policy/lag_max"] for row in rows] == [0] * 8
+    assert [row["samples_generated"] for row in rows] == [12 * (step + 1) for step in range(1, 9)]
+    on_reference = [step for step, row in enumerate(rows) if abs(row["log_ratio"]) < 1e-4]
+    assert on_reference == [0, 3, 6]
+    # three prompts a turn: two for one of them, one for the other
+    assert sum(given.values()) == 27 and min(given.values()) >= 7
+    for trajectory in (t for g in ended.buffer.groups() for t in g.trajectories):
+        assert trajectory.value is not None and np.isfinite(trajectory.value).all()
+        assert len(trajectory.value) == len(trajectory.tokens)
 
 
 def test_ranks_exchange_numbers_and_unpickle_nothing(tmp_path, monkeypatch):

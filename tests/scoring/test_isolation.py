@@ -1,6 +1,7 @@
 """What a reward function does to its process costs its own group, and nothing is left of it."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -147,7 +148,7 @@ def test_torch_is_imported_by_the_function_only():
 
 
 PARENT = """
-import os, re, signal, subprocess, time
+import ctypes, os, signal, subprocess, time
 from functools import partial
 from threading import Thread
 from tba.prompt import Answer, Prompt
@@ -160,7 +161,7 @@ def score(completions):
     sleeping = subprocess.Popen(["sleep", "60"])
     os.write(1, b"%d %d\\n" % (os.getpid(), sleeping.pid))
     if completions == ["busy"]:
-        re.match(r"(a+)+$", "a" * 40 + "b")
+        ctypes.PyDLL(None).sleep(60)
     return [0.0]
 
 task = partial(Custom, data="", reward="", passed=(score,))
@@ -456,9 +457,7 @@ def test_a_group_beside_one_that_holds_the_interpreter_lock_is_scored_again():
 
     async def score(completions: list[str]) -> list[float]:
         if completions[0] == "hold":
-            import re
-
-            re.match(r"(a+)+$", "a" * 40 + "b")
+            ctypes.PyDLL(None).sleep(60)
         return [1.0] * len(completions)
 
     guard = guard_of(score, deadline=2.0)

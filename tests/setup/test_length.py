@@ -1,6 +1,8 @@
 """How long a run trains: `run.steps`, `run.epochs`, and `eval.patience`."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from build import stopped
@@ -82,19 +84,28 @@ def test_a_run_ends_when_its_patience_does_and_goes_on_when_resumed(tmp_path, ca
     assert (whole.finished, whole.steps, whole.ended) == (True, 15, "")
 
 
-def test_a_run_that_goes_on_has_no_summary_of_its_earlier_end(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of one step that was continued for another."""
+    folder = tmp_path_factory.mktemp("length") / "run"
     run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
-    with tba.open_run({"run": {"steps": 3}}, resume=folder) as opened:
-        assert tba.result(folder).summary.steps == 1  # until its first step
+    more = stored_config(folder, ["run.steps=2", "eval.every=1"])
+    assert not [text for text in run(more, folder).warnings if "other held-out prompts" in text]
+    return folder
+
+
+def test_a_run_that_goes_on_has_no_summary_of_its_earlier_end(two_steps, tmp_path, monkeypatch):
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    with tba.open_run({"run": {"steps": 4}}, resume=folder) as opened:
+        assert tba.result(folder).summary.steps == 2  # until its first step
 
         def fail() -> None:
-            raise RuntimeError("a failure after step 2")
+            raise RuntimeError("a failure after step 3")
 
         monkeypatch.setattr(opened, "log_evaluations", fail)
-        with pytest.raises(RuntimeError, match="after step 2"):
+        with pytest.raises(RuntimeError, match="after step 3"):
             opened.train()
-    assert tba.result(folder).metrics()["step"].tolist() == [1, 2]
+    assert tba.result(folder).metrics()["step"].tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match=r"has no summary\.json yet"):
         _ = tba.result(folder).summary
 
@@ -109,13 +120,12 @@ def test_a_run_that_was_stopped_keeps_its_patience(tmp_path):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, tmp_path):
-    folder = tmp_path / "run"
-    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
+def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, two_steps):
+    folder = two_steps
     assert not load(folder).checkpoint.keep_best
-    assert stored_config(folder, ["eval.patience=2"]).checkpoint.keep_best
-    assert stored_config(folder, given={"eval": {"patience": 2}}).checkpoint.keep_best
-    tables = {"eval": {"patience": 2}, "checkpoint": {"keep_best": False}}
+    assert stored_config(folder, ["eval.patience=2", "eval.every=50"]).checkpoint.keep_best
+    assert stored_config(folder, given={"eval": {"patience": 2, "every": 50}}).checkpoint.keep_best
+    tables = {"eval": {"patience": 2, "every": 50}, "checkpoint": {"keep_best": False}}
     explicit = stored_config(folder, given=dict([*tables.items()][::order]))
     assert (explicit.eval.patience, explicit.checkpoint.keep_best) == (2, False)
 
@@ -123,13 +133,12 @@ def test_patience_that_is_added_later_keeps_the_best_checkpoint_too(order, tmp_p
 @pytest.mark.parametrize(
     "setting", ["eval.prompts=7", "eval.temperature=0.7", "task.held_out_size=7"]
 )
-def test_a_resume_with_other_held_out_prompts_is_told_once(setting, tmp_path):
-    folder = tmp_path / "run"
-    run(load(None, [*SMALL, "run.steps=1", f"run.folder={folder}"]))
-    for steps, change in ((2, "eval.every=1"), (3, setting), (4, "eval.every=50")):
+def test_a_resume_with_other_held_out_prompts_is_told_once(setting, two_steps, tmp_path):
+    folder = shutil.copytree(two_steps, tmp_path / "run")
+    for steps, change in ((3, setting), (4, "eval.every=50")):
         summary = run(stored_config(folder, [f"run.steps={steps}", change]), folder)
         told = [text for text in summary.warnings if "other held-out prompts" in text]
-        assert len(told) == (steps > 2)
+        assert len(told) == 1
     assert told[0].startswith("since step 2, ")
 
 

@@ -123,6 +123,7 @@ def test_gpus_are_written_as_number_times_gb(qwen, monkeypatch, capsys):
 def test_ranks_that_lack_the_memory_are_refused(tiny_model, tmp_path, monkeypatch):
     """Before a process starts, also on resuming with another number of ranks."""
     settings = ["trainer.devices=2", "trainer.batch_size=160", "sampling.max_tokens=4"]
+    settings.append("task.train_size=200")
     config = load(None, [f"policy.model={tiny_model}", "task=arithmetic", *settings])
     numbers = sum(p.numel() for p in load_empty_model(config.policy).parameters())
     enough = 16 * numbers

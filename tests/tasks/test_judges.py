@@ -409,7 +409,8 @@ def test_the_searcher_loads_a_judge_once_and_the_driver_does_not(settings, make,
 def test_a_run_is_trained_by_a_judge_whose_options_are_in_its_config(settings, make, tmp_path):
     table = {"use": "guard", "model": str(make("causal", chat=True)), "value": "log_probability"}
     pairs = ", ".join(f"{key} = '{value}'" for key, value in table.items())
-    summary = tba.train(load(None, [*settings, f"task.reward={{{pairs}}}"])).summary
+    chosen = [*settings, f"task.reward={{{pairs}}}", "reward.isolate=none"]
+    summary = tba.train(load(None, chosen)).summary
     assert (summary.finished, summary.samples_trained) == (True, 16)
     assert not summary.rejected
     assert json.loads((tmp_path / "run" / "config.json").read_text())["task"]["reward"] == table

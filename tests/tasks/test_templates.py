@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from desk import Desk
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from talk import Desk
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +18,7 @@ from tba.models.pretrained import Tokenizer
 from tba.prompt import Message, Prompt
 from tba.tasks.custom import describe
 
-TOOLS = describe("talk:Desk", Desk, 8, 1.0)
+TOOLS = describe("desk:Desk", Desk, 8, 1.0)
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"

@@ -63,6 +63,7 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
         data = {"use": "custom", "data": str(tmp_path / "rows.jsonl"), "held_out_size": 2}
         plain = {"run": {"folder": str(tmp_path / "run")}, "task": {**data, "reward": named}}
         plain |= {"trainer": {"batch_size": 8, "group_size": 4}, "sampling": SAMPLING}
+        plain["reward"] = {"isolate": "none"}
         return Config(**{**plain, "policy": {"model": str(tiny_model)}, **tables})
 
     return make
@@ -70,7 +71,7 @@ def config(tiny_model: Path, tmp_path: Path) -> Make:
 
 def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     """The reward is called for a dummy and for right answers, in another process."""
-    _, told = dry_run(config("length"))
+    _, told = dry_run(config("length", reward={}))
     ends, length, *memory, seconds = told[4:-1]
     assert told[:4] == [
         "first prompt, 4 tokens:", "0+0=", f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
@@ -197,7 +198,8 @@ def test_judges_are_loaded_and_called_as_in_a_run(config, make_classifier, tiny_
     """But not for a run that is planned for other machines."""
     judge = make_classifier(tiny_model)
     table = {"use": "classifier", "model": str(judge)}
-    assert re.fullmatch(r"reward of 'dummy answer': -?[\d.e-]+", dry_run(config(table))[1][2])
+    _, told = dry_run(config(table, reward={}))
+    assert re.fullmatch(r"reward of 'dummy answer': -?[\d.e-]+", told[2])
     machine = planned_machine("1x80")
     assert dry_run(config("length", table), planned=machine)[1][2] == NOT_CALLED
     assert dry_run(config("length"), planned=machine)[1][2].startswith("reward of 'dummy")

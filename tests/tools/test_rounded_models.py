@@ -108,12 +108,14 @@ def total_variation(p: Tensor, q: Tensor) -> float:
     return 0.5 * (p - q).abs().sum().item()
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_the_optimum_of_tb_is_the_target_whatever_searched():
     mu = torch.tensor(sampled(STAR.log())) / 1000
     assert total_variation(mu, STAR) > 0.02  # the rounded policy is another one
     assert total_variation(end_of(TrajectoryBalance(BETA)), STAR) < 1e-6
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_policy_gradient_without_weights_ends_elsewhere():
     """RLOO has the log-probs of the rounded policy in its reward: its mean is not at the target."""
     target = STAR.log().requires_grad_()
