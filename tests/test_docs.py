@@ -139,7 +139,7 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     ends = {name: lags.cell(rows).split()[0] for name, lag, rows in lags.final() if lag == 64}
     raft, shift, tapered = (ends[name] for name in ("raft", "tb shift", "tb tapered"))
     quoted = f"{raft} % at a lag of 64 steps, `tb` with a shift at {shift}, and `tb` by default at"
-    quoted += f" {tapered}:"
+    quoted += f" {tapered}."
     assert quoted in " ".join((ROOT / "README.md").read_text().split())
 
 

@@ -124,7 +124,7 @@ class Known(Coverage):
         rows = []
         for setting in settings:
             has_beta = "objective.beta" in self.objectives[setting.objective]
-            beta = self.beta_of(setting) if has_beta else 1
+            beta = max(1e-3, self.beta_of(setting)) if has_beta else 1
             off = abs(log(setting.rate / (3e-4 if beta < 0.1 else 1e-4)))
             numbers = {
                 "pass": 0.9 - 0.01 * off - 0.1 * abs(log(beta / 0.03)),
