@@ -17,8 +17,8 @@ __all__ = ["report", "watch"]
 
 EVERY = 5.0
 """Least seconds between two versions of a page that is watched."""
-SHARE = 0.05
-"""Largest share of the time that is spent on writing them."""
+SHARE = 0.01
+"""Largest share of a core that writing them takes."""
 
 
 def report(folders: Sequence[Path], out: Path | None = None, reload: float = 0.0) -> Path:
@@ -43,17 +43,18 @@ def watch(
     """
     for study in filter(_is_study, folders):
         raise ValueError(f"--watch is for runs; type `tba report {study}/GRID/* --watch`")
+    pause = every
     try:
         while running := [path for path in folders if state_of(path.expanduser()).is_running]:
-            began = time.monotonic()
+            began = time.process_time()
             try:
-                report(folders, out, every)
+                report(folders, out, pause)
                 states = {path: state_of(path.expanduser()) for path in folders}
                 tell("; ".join(f"{path} {state.progress}" for path, state in states.items()))
             except NotBegun:
                 tell(f"waiting for the first step of {running[0]}")
-            every = max(every, (time.monotonic() - began) / SHARE)
-            time.sleep(every)
+            pause = max(every, (time.process_time() - began) / SHARE)
+            time.sleep(pause)
     except KeyboardInterrupt:
         tell("no longer watching")
     return report(folders, out)
