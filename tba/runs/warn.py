@@ -19,6 +19,8 @@ GRADED = "tb/graded"  # a metric of steps with objective.shift
 
 MOST_EQUAL = 0.5
 """Largest fraction of the groups that may have equal rewards."""
+MOST_EQUAL_LEARNT = 0.9
+"""The same for objectives that learn from such groups."""
 MOST_CUT_OFF = 0.2
 """Largest fraction of the responses that may reach `sampling.max_tokens`."""
 LEAST_ESS = 0.5
@@ -126,7 +128,8 @@ class Warnings:
             fmean(row[name] or 0.0 for row in recent)
             for name in ("frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess")
         )
-        if equal > MOST_EQUAL:
+        most_equal = MOST_EQUAL_LEARNT if self._learns_from_equal else MOST_EQUAL
+        if equal > most_equal:
             solved = "choose harder prompts, or selection=difficulty"
             if self._learns_from_equal:
                 use = self._config.objective.use
@@ -134,7 +137,7 @@ class Warnings:
             yield (
                 "equal_rewards",
                 f"{equal:.0%} of the groups have equal rewards, which do not tell better responses"
-                f" from worse (more than {MOST_EQUAL:.0%}): read some"
+                f" from worse (more than {most_equal:.0%}): read some"
                 " completions; if nothing is solved yet, choose easier prompts, reward partial"
                 f" answers, or raise sampling.samples; if everything is, {solved}",
             )
