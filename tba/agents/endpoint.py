@@ -3,7 +3,7 @@
 It talks to an endpoint on this machine through OpenAI's API; each session has its own path.
 
     thread of the search           event loop of the endpoint            process of the program
-    Agents.run_sessions                 -> Agents._run_session
+    Agents.run_sessions         -> Agents._run_session
                                      AgentProcess.run                 -> rollout(base_url, row)
                                      Endpoint._chat                   <- POST .../chat/completions
                                        Session.ask

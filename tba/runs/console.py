@@ -53,12 +53,8 @@ class Console:
 
         Before the first step, a new phase is shown at once, later only after some silence.
         """
+        is_new = self._begins(text)
         now = time.monotonic()
-        kind = re.sub(r"\d+", "", text)
-        is_new = kind != self._kind
-        if is_new:
-            self._kind = kind
-            self._since = now
         wait = self.SILENCE if text == self._phase else 2 * self.EVERY
         if is_new and not self._stepped:
             wait = 0.0
@@ -66,6 +62,15 @@ class Console:
             self._last_phase = now
             self._phase = text
             self.note(text if is_new else f"{text}, for {now - self._since:.0f} s")
+
+    def _begins(self, text: str) -> bool:
+        """Return whether a phase differs in more than its numbers; if so, note when it began."""
+        kind = re.sub(r"\d+", "", text)
+        if kind == self._kind:
+            return False
+        self._kind = kind
+        self._since = time.monotonic()
+        return True
 
     def warn(self, text: str) -> None:
         self.note(f"warning: {text}")

@@ -1,6 +1,5 @@
 """Console of a run on a terminal: a table of steps above a progress line."""
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -76,10 +75,7 @@ class Terminal(Console):
         self._live.stop()
 
     def phase(self, text: str) -> None:
-        kind = re.sub(r"\d+", "", text)
-        if kind != self._kind:
-            self._kind = kind
-            self._since = time.monotonic()
+        self._begins(text)
         self._phase = text
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -329,6 +329,7 @@ class Record:
             by_key[len(by_key) if trained_on else s["step"]] = (
                 shown  # an evaluation may be repeated
             )
+        # popped before `**g`, which would repeat every completion
         return [{"completions": list(g.pop("by_key").values()), **g} for g in groups.values()]
 
     def data(self) -> Row:
