@@ -92,9 +92,19 @@ def test_heavy_libraries_have_one_home():
 
 def test_import_tba_is_light():
     heavy = ("torch", "ray", "transformers", "datasets", "pandas", "peft", "wandb")
-    code = f"import tba, sys; print(*(m for m in {heavy} if m in sys.modules))"
+    assert not imported_by("tba; tba.Config").intersection(heavy)
+
+
+def test_a_child_imports_the_standard_library_only():
+    libraries = imported_by("tba.scoring.child") - imported_by("sys") - {"tba"}
+    assert libraries <= sys.stdlib_module_names
+
+
+def imported_by(text: str) -> set[str]:
+    """Return the packages that are imported after `import text` in a new process."""
+    code = f"import {text}\nimport sys; print(*(name.partition('.')[0] for name in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+    return set(found.stdout.split())
 
 
 def test_files_functions_and_lines_are_short():
