@@ -1,9 +1,8 @@
 """Contract of engines, which generate completions. Each other file is one engine."""
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -139,36 +138,6 @@ class Engine(ABC):
 
     def close(self) -> None:
         """End the engine and all calls to it. May be called twice."""
-
-
-class SharedLock:
-    """Lock that is held shared or exclusively. Threads that wait for exclusive use go first."""
-
-    def __init__(self) -> None:
-        # held by a thread that waits for exclusive use, so that nobody else can begin to share
-        self._entrance = threading.Lock()
-        self._changed = threading.Condition()
-        self._sharing = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._entrance:
-            self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._entrance, self._changed:
-            self._changed.wait_for(lambda: self._sharing == 0)
-            yield
-
-    def _count(self, change: int) -> None:
-        with self._changed:
-            self._sharing += change
-            self._changed.notify_all()
 
 
 def engine_in_bf16(engine: EngineTable, trainer_does: bool) -> bool:

@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tba.config.schema import Config
 from tba.config.tables import Positive
-from tba.engines import Engine, SharedLock
+from tba.engines import Engine
 from tba.engines._choice import StopStrings, choose_tokens
+from tba.engines._lock import SharedLock
 from tba.models import EVERYONE, NOBODY
 from tba.models.forward import (
     attention_mask,

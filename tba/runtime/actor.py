@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 import ray
 import torch
 
-from tba.engines import SharedLock
+from tba.engines._lock import SharedLock
 from tba.errors import SearchError
 from tba.prompt import Prompt
 from tba.runtime.cluster import check_seen

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tba.engines import SharedLock
+from tba.engines._lock import SharedLock
 from tba.errors import SearchError
 from tba.prompt import Prompt
 from tba.runs.summary import _waiting_share
