@@ -86,3 +86,9 @@ def test_the_image_for_gpus_names_files_and_extras_that_exist():
     (extras,) = re.findall(r"EXTRAS=(\S+)", comment)
     assert (ROOT / constraints).is_file()
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_image_has_what_triton_compiles_with():
+    """vLLM's kernels need a C compiler and Python.h on a GPU; Ubuntu's python3 has neither."""
+    (packages,) = re.findall(r"apt-get install (.*?) &&", (ROOT / "Dockerfile").read_text())
+    assert {"python3-dev", "gcc"} <= set(packages.split())
