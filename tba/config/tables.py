@@ -334,7 +334,7 @@ class RuntimeTable(Table):
     )
     prompts_per_task: Positive = key(8, "prompts per search task; default with vllm on ray: 1")
     concurrent_searches: Positive = key(
-        2, "tasks a searcher runs at once (ray); default with vllm: 16"
+        2, "tasks a searcher runs at once (ray); default with vllm: 16, or more on a GPU"
     )
     colocate: Literal["share", "sleep"] = key(
         "share",
@@ -342,7 +342,9 @@ class RuntimeTable(Table):
     )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: Finite = key(600.0, "seconds for a task, after which its searcher is restarted")
-    start_deadline: Finite = key(300.0, "seconds that Ray or a searcher may take to start")
+    start_deadline: Finite = key(
+        300.0, "seconds that Ray or a searcher may take to start; default with vllm on a GPU: 1800"
+    )
     cluster_deadline: Finite = key(
         60.0, "seconds that Ray may take to answer before the run is saved and ends (ray)"
     )
