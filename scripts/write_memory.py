@@ -1,4 +1,4 @@
-"""Write the memory table of docs/scaling.md: what each file in experiments/ needs on GPUs.
+"""Write the memory table of docs/scaling.md: what the paper's runs need on GPUs.
 
 The shapes of the models are in this file, so that no network is needed.
 
@@ -7,7 +7,8 @@ The shapes of the models are in this file, so that no network is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,14 +26,23 @@ from transformers import (
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, load
 from tba.setup.machine import planned_machine
-from tba.setup.memory import MemoryEstimate
+from tba.setup.memory import MemoryEstimate, ModelSizes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "scaling.md"
 MARK = "<!-- written by scripts/write_memory.py -->\n"
-GPUS = "4x80"
 PROMPT = 512
 """Tokens of the longest prompt."""
+RUNS = (
+    "gsm8k_rho1b", "math_qwen7b_tba_prime", "tldr_pythia410m", "tldr_pythia1b", "tldr_pythia2.8b",
+    "redteam_gpt2", "redteam_llama1b",
+)  # fmt: skip
+"""Files in experiments/ with the paper's runs, which are for four GPUs."""
+BASELINE = "math_qwen7b_dr_grpo"
+MACHINES = ("1x24", "1x80", "4x80", "8x80")
+ONE_GPU = ("trainer.devices=1", "runtime.searchers=1")
+LORA = ("policy.lora.r=32", "policy.lora.alpha=64", "policy.gradient_checkpointing=true")
+TURNS = ("runtime.use=local", "runtime.colocate=sleep", "runtime.lag=")
 
 
 def pythia(hidden: int, layers: int, heads: int, vocabulary: int = 50_304) -> GPTNeoXConfig:
@@ -90,19 +100,45 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 
 def table() -> str:
-    """Return the table of all experiments."""
-    rows = [
-        "| file | GPUs of the trainer | each, GB | GPUs of searchers | each, GB | host, GB |",
-        "| --- | --- | --- | --- | --- | --- |",
+    """Return the table of the paper's runs; all other experiments fit on four GPUs of 80 GB."""
+    rows: dict[str, str] = {}
+    needed: dict[str, float] = {}  # of the fullest GPU
+    head = [
+        f"| file | tokens of a group | {' | '.join(MACHINES)} | host, GB |",
+        f"| --- | --- |{' --- |' * len(MACHINES)} --- |",
     ]
     with TemporaryDirectory() as folder:
         for name, config in MODELS.items():
             config.save_pretrained(Path(folder, name))
+        planner = Planner(Path(folder))
         for path in sorted((ROOT / "experiments").glob("*.toml")):
-            tables = load(path).nested()
-            config = with_defaults(Config(**_placed(tables, Path(folder))))
-            rows.append(_row(path.name, MemoryEstimate.of(config, planned_machine(GPUS), PROMPT)))
-    return "\n".join(rows) + "\n"
+            planned = planner.estimate(path, "4x80")
+            assert not planned.excess(), f"{path.name} does not fit: {planned.advice()}"
+            needed[path.stem] = max(n for card, n in planned.needed().items() if card is not None)
+            if path.stem in RUNS:
+                rows[path.stem] = _row(path, planned, planner)
+    assert needed[BASELINE] == needed["math_qwen7b_tba_prime"]
+    others = max(n for name, n in needed.items() if name not in (*RUNS, BASELINE)) / 1e9
+    rest = f"The other files in experiments/ need at most {others:.1f} GB of each GPU, except that"
+    rest += f" `{BASELINE}.toml`\nneeds as much as the other MATH run.\n"
+    return "\n".join([*head, *(rows[name] for name in RUNS), "", rest])
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Estimates the memory of the experiments, whose models are in `folder`."""
+
+    folder: Path
+    sizes: dict[str, ModelSizes] = field(default_factory=dict)
+    """Sizes of each model; peft takes seconds to add adapters to an empty one."""
+
+    def estimate(self, path: Path, gpus: str, settings: Sequence[str] = ()) -> MemoryEstimate:
+        config = with_defaults(Config(**_placed(load(path, settings).nested(), self.folder)))
+        policy = config.policy.model_dump_json(exclude={"gradient_checkpointing"})
+        known = self.sizes.get(policy)
+        estimate = MemoryEstimate.of(config, planned_machine(gpus), PROMPT, known)
+        self.sizes[policy] = estimate.sizes
+        return estimate
 
 
 def _placed(value: Any, folder: Path) -> Any:
@@ -112,18 +148,45 @@ def _placed(value: Any, folder: Path) -> Any:
     return str(folder / value) if isinstance(value, str) and value in MODELS else value
 
 
-def _row(name: str, needs: MemoryEstimate) -> str:
-    totals: dict[int | None, float] = {}
-    for process in needs.processes:
-        totals[process.card] = totals.get(process.card, 0.0) + process.total
-    host = totals.pop(None)
-    ranks = needs.config.trainer.devices
-    training = [n for card, n in totals.items() if card is not None and card < ranks]
-    searching = [n for card, n in totals.items() if card is not None and card >= ranks]
-    cells = [name, len(training), max(training), len(searching), max(searching, default="-"), host]
-    shown = [f"{x / 1e9:.1f}" if isinstance(x, float) else str(x) for x in cells]
-    assert not needs.excess(), f"{name} does not fit: {needs.advice()}"
-    return f"| `{shown[0]}` | {' | '.join(shown[1:])} |"
+def _row(path: Path, planned: MemoryEstimate, planner: Planner) -> str:
+    """Return the row of a run, with its estimate for four GPUs."""
+    c = planned.config
+    group_tokens = PROMPT + c.trainer.group_size * c.sampling.max_tokens
+    ranks = c.trainer.devices * (1 if c.trainer.devices == 1 else 2)
+    all_gpus = (f"trainer.devices={ranks}", f"runtime.searchers={8 - ranks}")
+    eight = planner.estimate(path, "8x80", all_gpus)
+    cells = [_on_one(path, gpus, _ways(c), planner) for gpus in MACHINES[:2]]
+    cells += [_cell(planned), _cell(eight)]
+    host = eight.needed()[None] / 1e9
+    return f"| `{path.name}` | {group_tokens:,} | {' | '.join(cells)} | {host:.1f} |"
+
+
+def _on_one(path: Path, gpus: str, ways: Sequence[Sequence[str]], planner: Planner) -> str:
+    """Return the cell of the first settings that fit, or what the most economical ones need."""
+    for settings in ways:
+        estimate = planner.estimate(path, gpus, settings)
+        if not estimate.excess():
+            return _cell(estimate)
+    return f"no: {estimate.needed()[0] / 1e9:.1f}"
+
+
+def _ways(config: Config) -> list[tuple[str, ...]]:
+    """Return the settings to try on one GPU, those that change the run least first."""
+    if config.policy.lora is not None:
+        return [ONE_GPU]
+    adapters = (*ONE_GPU, *LORA)
+    return [ONE_GPU, adapters, *([(*adapters, *TURNS)] if config.engine.use == "vllm" else [])]
+
+
+def _cell(estimate: MemoryEstimate) -> str:
+    """Return what is trained, the tokens of a pass, and GB of the trainer and of a searcher."""
+    c = estimate.config
+    trainer, *_, searcher, _ = estimate.processes
+    trained = "all" if c.policy.lora is None else "LoRA"
+    trained += ", in turns" if c.runtime.colocate == "sleep" else ""
+    separator = "+" if searcher.card == trainer.card else "/"
+    used = f"{trainer.total / 1e9:.1f} {separator} {searcher.total / 1e9:.1f}"
+    return f"{trained}, {c.trainer.pass_tokens:,}: {used}"
 
 
 def page(before: str) -> str:

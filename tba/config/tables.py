@@ -295,6 +295,11 @@ class TrainerTable(Table):
         """Tokens per pass: `token_budget`, which the setup of a run sets to a number."""
         return PASS_TOKENS if self.token_budget == "auto" else self.token_budget
 
+    @property
+    def reference_tokens(self) -> int:
+        """Tokens per pass of the reference, which has no loss that needs a whole group at once."""
+        return min(self.pass_tokens, PASS_TOKENS)
+
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
         return min(10, steps // 10) if self.warmup_steps is None else self.warmup_steps

@@ -157,14 +157,16 @@ class MemoryEstimate:
     sizes: ModelSizes
 
     @classmethod
-    def of(cls, config: Config, machine: Machine, prompt: int) -> "MemoryEstimate":
-        """Read the model's config.json; assumes that GPUs compute in bf16.
+    def of(
+        cls, config: Config, machine: Machine, prompt: int, sizes: ModelSizes | None = None
+    ) -> "MemoryEstimate":
+        """Read the model's config.json, without `sizes`; assumes that GPUs compute in bf16.
 
         `config.trainer.token_budget` of the result is a number.
         """
         policy = config.policy
         bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
-        own = cls(config, machine, prompt, bf16, sizes_of(policy, bf16))
+        own = cls(config, machine, prompt, bf16, sizes or sizes_of(policy, bf16))
         return own if config.trainer.token_budget != "auto" else own._with_fitting_budget()
 
     def _with_fitting_budget(self) -> "MemoryEstimate":
@@ -342,7 +344,7 @@ class MemoryEstimate:
             # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
-            tokens = c.trainer.pass_tokens
+            tokens = c.trainer.reference_tokens
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
         others = sum(map(_parameters, _models_of(c.task.model_dump())))

@@ -8,6 +8,7 @@ import torch
 from build import pack, setup_of
 from exact import completed, toy_config
 
+from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.learn import publish
 from tba.learn.policy import Policy
@@ -55,6 +56,13 @@ def test_logp_is_that_of_each_response_alone(policy, token_budget):
             places = torch.arange(len(tokens))
             alone = every[len(prompt) - 1 + places, torch.tensor(tokens).long()]
             np.testing.assert_allclose(row, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(("token_budget", "own"), [("77", 77), ("auto", 16_384), ("50000", 16_384)])
+def test_a_pass_has_no_more_tokens_than_the_budget_and_16384(tiny_model, token_budget, own):
+    settings = ["task=toy.Ones", "sampling.max_tokens=8", f"trainer.token_budget={token_budget}"]
+    setup = check(load(None, [f"policy.model={tiny_model}", *settings])).search_setup()
+    assert setup.reference("cpu", bf16=False)._token_budget == own
 
 
 def test_no_groups_have_no_logp(policy):
