@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 from conftest import module_at
 
+from tba.config.plugins import with_defaults
+from tba.config.schema import load
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.prompt import Prompt
@@ -93,6 +96,35 @@ def test_parts_of_gpu_sh_fit_a_card_by_the_formula(card, parts, monkeypatch, tmp
         skipped = re.search(r"skipped: it needs (\d+) GB, and 90% of", line)
         assert (needed is None) != (skipped is None), line
         assert skipped is None or card < 80, line
+
+
+def test_the_commands_of_the_page_about_gpus_exist(monkeypatch, tmp_path):
+    """Parts of gpu.sh, tests of `make test-gpu`, and settings."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gpu = importlib.import_module("_gpu")
+    root = BENCHMARKS.parent
+    section = (root / "docs" / "performance.md").read_text().partition("## What only a GPU")[2]
+    commands = re.findall(r"`((?:make|bash|tba) [^`]+)`", section)
+    assert len(commands) > 10
+    tests = (root / "tests" / "test_gpu.py").read_text()
+    bench = gpu.Bench(argparse.Namespace(device="cpu", tiny=False, plan=None, parts=None))
+    parts = [name for name, _, _ in bench.parts()]
+    for command in commands:
+        program, *given = shlex.split(command)
+        match program, given:
+            case "make", ["test-gpu", *selection]:
+                for text in (each.removeprefix("PYTEST=-k ") for each in selection):
+                    assert re.search(rf"^def test_\w*{text}", tests, re.M), command
+            case "bash", ["benchmarks/gpu.sh", *options]:
+                wanted = options[1:]
+                assert options[:1] == ["--parts"] * bool(options), command
+                assert all(any(text in part for part in parts) for text in wanted), command
+            case "tba", ["train" | "check", *settings]:
+                file = root / settings.pop(0) if settings[0].endswith(".toml") else None
+                with_defaults(load(file, [each for each in settings if each != "--machine"]))
+            case _:
+                raise AssertionError(command)
 
 
 def scripts() -> list[str]:
