@@ -87,6 +87,9 @@ class Pretended:
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
+        self.current = ""
+        self.allocator = ""
+        """Current device and settings of the memory allocator, as the process has set them."""
         self._tags: dict[int, tuple[str, StorageWeakRef]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self._own = threading.local()
@@ -175,9 +178,11 @@ def _patches(gpu: Pretended) -> Iterator[Any]:
     }  # fmt: skip
     for name, value in returned.items():
         yield patch.object(torch.cuda, name, lambda *given, found=value, **options: found)
-    for name in ("set_device", "_lazy_init", "init", "empty_cache", "manual_seed_all"):
+    for name in ("_lazy_init", "init", "empty_cache", "manual_seed_all"):
         yield patch.object(torch.cuda, name, nothing)
-    yield patch.object(torch.cuda.memory, "_set_allocator_settings", nothing)
+    yield patch.object(torch.cuda, "set_device", partial(setattr, gpu, "current"))
+    allocate = partial(setattr, gpu, "allocator")
+    yield patch.object(torch.cuda.memory, "_set_allocator_settings", allocate)
     own = {"Stream": Stream, "Event": Stream, "stream": stream, "synchronize": wait}
     for name, value in own.items():
         yield patch.object(torch.cuda, name, value)
@@ -331,7 +336,8 @@ class _Operators(TorchDispatchMode):
         gpu = self.gpu
         masks = (torch.bool, torch.uint8)
         by_mask = name in INDEXING and any(t is not None and t.dtype in masks for t in args[1])
-        gpu.waits[_where()] += name in WAITING or by_mask
+        if name in WAITING or by_mask:
+            gpu.waits[_where()] += 1
         if name == "aten::copy_" and tags[0] != tags[1] and "any" not in tags:
             to_cuda = tags[0] == "cuda"
             waits = args[2:3] != (True,) or not (to_cuda or gpu.is_pinned(tensors[0]))

@@ -6,17 +6,21 @@ tests/pretend.py says what a pretended GPU shows. tests/test_gpu.py runs on a re
 import inspect
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from build import config, random_batch, setup_of
+from build import config, random_batch, run_and_keep, setup_of
+from conftest import VOCABULARY
 from pretend import DeviceMismatch
+from torch import distributed
 
+from tba import open as opening
 from tba.config.plugins import names
 from tba.errors import StepError
 from tba.learn import layouts, policy, publish, state
@@ -24,8 +28,9 @@ from tba.learn import trainer as trainers
 from tba.learn.policy import Policy
 from tba.learn.trainer import MicroBatchResult, SingleTrainer
 from tba.models import forward as cache
-from tba.open import run
+from tba.open import open_trainer, run
 from tba.runtime.deadline import bind_ray
+from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch
 
 LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
@@ -52,6 +57,14 @@ def in_layout(own: SingleTrainer, layout: str, monkeypatch: pytest.MonkeyPatch) 
     own.policy.share_prompt = layout != "plain"
     monkeypatch.setattr(layouts, "PACKED_TOKENS", 256 if layout == "packed" else 0)
     return own
+
+
+def with_budget(own: SingleTrainer, budget: int) -> SingleTrainer:
+    """Return a trainer of the same policy with another token budget."""
+    c = own.setup.config
+    table = c.trainer.model_copy(update={"token_budget": budget})
+    setup = replace(own.setup, config=c.model_copy(update={"trainer": table}))
+    return SingleTrainer(setup, own.policy)
 
 
 def drawn() -> Batch:
@@ -85,18 +98,8 @@ def test_a_step_has_one_device_and_the_numbers_of_the_cpu(
     assert all(pretend.of(p) == "cuda" for p in own.policy.parameters())
 
 
-def test_every_objective_has_one_device(tiny_model, pretend):
-    own = on_cuda(tiny_model)
-    valued = replace(drawn(), value=torch.full(drawn().value.shape, 0.5))
-    for name in names("objectives"):
-        setup = setup_of(tiny_model, f"objective={name}", *OPTIONS.get(name, ()))
-        head = setup.objective.at(0).head
-        with_head = Policy(own.policy.model, 1.0, own.policy.autocast, head=head)
-        SingleTrainer(setup.trainer_setup(), with_head).step(valued, 1)
-
-
 WAITS = 2
-"""Of a step of one micro-batch, in any layout: for metrics, and for the norm of the gradient."""
+"""Of a step, in any layout: for metrics, and for the norm of the gradient."""
 COPIES = {"packed": 17, "cached": 23, "plain": 17}
 """Of a step of one micro-batch, to the GPU."""
 
@@ -112,9 +115,46 @@ def test_waits_and_copies_of_a_step(layout, tiny_model, pretend, monkeypatch):
     assert pretend.copies.total() == COPIES[layout], pretend.copies
 
 
-def test_metrics_of_a_rank_leave_the_gpu_together(pretend):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_passes_have_no_more_waits(layout, tiny_model, pretend, monkeypatch):
+    """Neither micro-batches of whole groups nor pieces of a group above the token budget."""
+    own = in_layout(on_cuda(tiny_model), layout, monkeypatch)
+    for budget in (60, 20):
+        divided = with_budget(own, budget)
+        parts = divided.micro_batches(drawn())
+        assert len(parts) > 1 and any(len(p.shapes) > 1 for p in parts) == (budget == 20)
+        pretend.clear()
+        divided.step(drawn(), 1)
+        assert pretend.waits.total() == WAITS, (budget, +pretend.waits)
+
+
+def test_every_objective_has_one_device_and_few_waits(tiny_model, pretend):
+    """One more for a head, and one a micro-batch for a check of value estimates."""
+    own = on_cuda(tiny_model)
+    valued = replace(drawn(), value=torch.full(drawn().value.shape, 0.5))
+    for name in names("objectives"):
+        setup = setup_of(tiny_model, f"objective={name}", *OPTIONS.get(name, ()))
+        objective = setup.objective.at(0)
+        with_head = Policy(own.policy.model, 1.0, own.policy.autocast, head=objective.head)
+        each = with_budget(SingleTrainer(setup.trainer_setup(), with_head), 60)
+        parts = each.micro_batches(valued)
+        pretend.clear()
+        each.step(valued, 1)
+        waits = WAITS + (objective.head is not None)
+        waits += len(parts) * (objective.value_rollouts is not None)
+        assert len(parts) == 2 and waits <= 6 + len(parts)
+        assert pretend.waits.total() == waits, (name, +pretend.waits)
+
+
+def test_metrics_of_a_rank_leave_the_gpu_together(pretend, monkeypatch):
+    """Those of all ranks arrive together as well: one wait for the numbers, the length, the text.
+
+    A fake process group gives each rank the results of this one.
+    """
     bind_ray(None)
-    from tba.runtime.ranks import _plain
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tba.runtime.ranks import _gather, _plain
 
     loss = torch.tensor([0.5, 2.0], device="cuda:0")
     ran = [
@@ -123,9 +163,18 @@ def test_metrics_of_a_rank_leave_the_gpu_together(pretend):
         MicroBatchResult({"loss": loss[:1]}, 5, 0),
     ]
     pretend.clear()
-    first = {"loss": [0.5, 2.0], "zero": [0.0, 1.0]}
-    assert _plain(ran) == [(first, 7, 1), ({}, 3, 0), ({"loss": [0.5]}, 5, 0)]
+    plain = [({"loss": [0.5, 2.0], "zero": [0.0, 1.0]}, 7, 1), ({}, 3, 0), ({"loss": [0.5]}, 5, 0)]
+    assert _plain(ran) == plain
     assert pretend.waits.total() == 1 and _plain(ran[1:2]) == [({}, 3, 0)]
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    monkeypatch.setattr(distributed, "get_backend", lambda *_: "nccl")
+    pretend.clear()
+    try:
+        gathered = _gather(ran)
+    finally:
+        distributed.destroy_process_group()
+    assert pretend.waits.total() == 3, +pretend.waits
+    assert _plain(gathered) == 4 * plain
 
 
 def test_a_publication_waits_once_a_tensor(tiny_model, pretend):
@@ -162,17 +211,87 @@ def test_state_and_copies_stay_on_the_device(tiny_model, tmp_path, pretend):
     assert all(pretend.of(t) == "cuda" for t in (*own.policy.parameters(), *parts))
 
 
+TAKEN = "expandable_segments:True"
+
+
+def test_a_process_takes_its_gpu(pretend, monkeypatch):
+    """Quantised models are loaded to the current device. The user's settings of memory stay."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    take_gpu("cuda:1", expands=False)
+    assert (pretend.current, pretend.allocator) == ("cuda:1", "")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "max_split_size_mb:128")
+            take_gpu("cuda:2")
+        assert (pretend.current, pretend.allocator) == ("cuda:2", "")
+    take_gpu("cuda:3")
+    assert (pretend.current, pretend.allocator) == ("cuda:3", TAKEN)
+
+
+@pytest.mark.parametrize("colocate", ["share", "sleep"])
+def test_the_trainer_takes_its_gpu(colocate, tiny_model, tmp_path, pretend):
+    """vLLM cannot sleep in a process whose memory segments expand."""
+    engine = ("engine=scripted", "engine.answers=['1']", "engine.own_reference=true")
+    setup = setup_of(tiny_model, "runtime.use=local", f"runtime.colocate={colocate}", *engine)
+    with ExitStack() as closing:
+        open_trainer(setup, tmp_path, Place("cuda:1"), None, True, closing)
+    assert pretend.current == "cuda:1"
+    assert pretend.allocator == ("" if colocate == "sleep" else TAKEN)
+
+
+def test_a_rank_takes_its_gpu_before_it_meets_others(tmp_path, pretend, monkeypatch):
+    bind_ray(None)
+    from tba.runtime.ranks import RankActor
+
+    def meet(backend: str, **_: Any) -> None:
+        raise ConnectionError(f"{backend} on {pretend.current}")
+
+    monkeypatch.setattr(distributed, "init_process_group", meet)
+    setup: Any = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(devices=2)))
+    transport: Any = None
+    with pytest.raises(ConnectionError, match="nccl on cuda:1"):
+        RankActor(Place("cuda:1"), {}).start(setup, transport, str(tmp_path), 1.0, 0)
+    assert pretend.allocator == TAKEN
+
+
+def test_log_probs_of_rollouts_are_computed_on_a_gpu_without_a_rank(
+    tiny_model, tmp_path, pretend, monkeypatch
+):
+    """The last one. The driver sees all GPUs, and rank 0 has the first."""
+
+    class Computed(Exception):
+        """Log-probs would be computed now."""
+
+    def compute(groups: Any, setup: Any, device: str, *_: Any) -> None:
+        raise Computed(device)
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "1", "reward": 1}\n')
+    cluster = SimpleNamespace(ranks=["a slot"], transport=None)
+    monkeypatch.setattr(opening, "open_places", lambda *_: (Place("cuda:0"), cluster))
+    monkeypatch.setattr(opening, "with_reference", compute)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    rollouts = f"replay.rollouts={tmp_path / 'rows.jsonl'}"
+    with pytest.raises(Computed, match="cuda:3"):
+        run(config(tiny_model, tmp_path / "run", *LOCAL, rollouts))
+
+
 LOCAL = (
     "runtime.use=local", "run.steps=2", "checkpoint.every=2", "eval.prompts=4",
     "sampling.top_p=0.9", "sampling.samples=4", "log.console=off", "log.report_to=[]",
-    "reward.isolate=none",
+    "reward.isolate=none", 'sampling.stop=["1"]', "policy.reset_reference_every=1",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", [(), LORA], ids=["all weights", "LoRA"])
 def test_a_local_run_has_one_device(settings, tiny_model, tmp_path, pretend, monkeypatch):
-    """Engine, reference, evaluation, publications and a checkpoint."""
-    assert run(config(tiny_model, tmp_path / "run", *LOCAL, *settings)).finished
+    """Engine, stop strings, reference and its reset, evaluation, publications and a checkpoint."""
+    ended = run_and_keep(config(tiny_model, tmp_path / "run", *LOCAL, *settings))
+    groups = ended.buffer.groups()
+    assert {group.reference for group in groups} == {0, 1, 2}
+    one = VOCABULARY.index("1")
+    stopped = [t for g in groups for t in g.trajectories if one in t.tokens]
+    assert stopped and all(t.finished and t.tokens[-1] == one for t in stopped)
 
 
 MUTANTS: list[tuple[Any, str, str, str, str]] = [

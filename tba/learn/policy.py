@@ -160,8 +160,10 @@ class Policy(nn.Module):
 
     def _mask(self, real: Bool[Tensor, "N C"], queries: int) -> Any:
         """Return the attention mask for the last tokens of rows with real tokens and padding."""
-        if not takes_masks(self.model) or (queries == real.shape[1] and real.all()):
-            return self._here(real.long())  # SDPA needs no mask if a row is whole
+        if not takes_masks(self.model):
+            return self._here(real.long())
+        if queries == real.shape[1] and real.all():
+            return None  # causal; with a mask, the host would wait to learn that rows are whole
         owner = self._here(torch.where(real, 0, NOBODY))
         return attention_mask(self.model, owner[:, -queries:], owner)
 

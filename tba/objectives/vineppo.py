@@ -42,7 +42,7 @@ class VinePpo(Objective):
         return ValueRollouts(self.rollouts, self.step_tokens)
 
     def __call__(self, logp: PerToken, batch: Batch) -> Loss:
-        if batch.value[batch.mask].isnan().any():
+        if (batch.value.isnan() & batch.mask).any():  # an index by the mask would wait once more
             raise ValueError(
                 "these responses were sampled for another objective, without rollouts;"
                 " start a new run for vineppo"

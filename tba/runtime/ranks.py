@@ -141,16 +141,18 @@ def _gather(ran: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
     """Return the results of all ranks, exchanged as JSON in tensors, which cannot run code."""
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
     text = json.dumps(_plain(ran)).encode()
-    longest = torch.tensor(len(text), device=device)
-    distributed.all_reduce(longest, distributed.ReduceOp.MAX)
+    most = torch.full((), len(text), device=device)  # `tensor` would wait for the GPU
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    longest = int(most)
     if longest >= MAX_BYTES_SENT:
-        raise RuntimeError(f"received {int(longest):,} bytes, more than a trainer rank sends")
-    own = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
-    every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(every, own)
+        raise RuntimeError(f"received {longest:,} bytes, more than a trainer rank sends")
+    own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    own = own.to(device, non_blocking=True)
+    every = own.new_empty(distributed.get_world_size(), longest)
+    distributed.all_gather([*every], own)
     gathered = []
-    for each in every:
-        for metrics, tokens, padding in json.loads(each.cpu().numpy().tobytes()):
+    for each in every.cpu():  # one transfer for all ranks
+        for metrics, tokens, padding in json.loads(each.numpy().tobytes()):
             tensors = {name: torch.tensor(values) for name, values in metrics.items()}
             gathered.append(MicroBatchResult(tensors, tokens, padding))
     return gathered
