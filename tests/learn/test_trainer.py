@@ -258,6 +258,15 @@ def test_a_batch_needs_groups_of_one_size(groups):
         collate([short, *groups[1:]])
 
 
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_no_gradient_is_kept_after_a_step(tiny_model, batch, weights):
+    """An engine on the same device has their memory until the next step."""
+    own = trainer(tiny_model, f"trainer.weights={weights}", "objective=ppo", "policy.autocast=bf16")
+    own.step(batch, 1)
+    assert own.policy.readout is not None and not own.sums.parts
+    assert all(p.grad is None for p in own.policy.parameters())
+
+
 def test_learning_rates_follow_their_schedule(tiny_model, batch):
     def rates(*settings: str) -> list[float]:
         t = trainer(tiny_model, "run.steps=10", *settings)

@@ -240,7 +240,10 @@ def test_what_lowers_the_memory(qwen):
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_what_is_held_in_turns_counts_once(qwen, weights):
-    """All of a step but weights and moments, and all of vLLM but its graphs."""
+    """All of a step but weights and moments, and all of vLLM but its graphs.
+
+    The host holds the weights of the engine while it sleeps.
+    """
     one = ("trainer.devices=1", "runtime.searchers=1", "runtime.use=local", "runtime.lag=")
     one = (*one, f"trainer.weights={weights}")
     trainer, searcher, _ = needs(qwen, *one, gpus="1x80").processes
@@ -251,6 +254,8 @@ def test_what_is_held_in_turns_counts_once(qwen, weights):
     assert (held > engine) == (weights == "fp32")
     total = trainer.total + searcher.total
     assert asleep.excess()[0] == pytest.approx(total - min(held, engine - 1e9))
+    awake = needs(qwen, *one, gpus="1x80").needed()[None]
+    assert asleep.needed()[None] - awake == 2 * NUMBERS  # the sleeping engine's weights
 
 
 def test_one_card_holds_the_frozen_model_of_lora_twice(qwen):
@@ -284,6 +289,19 @@ def test_a_pass_keeps_one_attention_mask_or_one_in_each_layer(qwen, tmp_path):
         kept[model] = needs(model, "policy.attention=sdpa", *given, gpus="1x80")._activations()
     scores = group(300, 2, 3072)[2]  # of the two responses that fit the budget
     assert kept[windows] - kept[qwen] == 27 * 4 * scores
+
+
+def test_flex_attention_keeps_no_mask_and_shares_the_prompts_keys(qwen):
+    """Its rows are packed, at any length; with SDPA, each response has its own keys and mask."""
+    both = [
+        ("policy.gradient_checkpointing=false", f"policy.attention={a}") for a in ("flex", "sdpa")
+    ]
+    flex, sdpa = (needs(qwen, *settings)._activations() for settings in both)
+    prompt, response = 300, 3072 - 1
+    tokens = prompt + 2 * response  # of the two responses that fit the budget
+    assert flex == 28 * tokens * (34 * 3584 + 8 * 18_944)
+    keys, mask = 2 * prompt, prompt**2 + 2 * response * (prompt + response)
+    assert sdpa - flex == 28 * keys * 4 * 3584 + 2 * mask
 
 
 def test_advice_leaves_out_what_is_set(qwen):
