@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
 
-Role = Literal["step", "run"]
-"""What a part holds at one time: a trainer, or all processes of a run."""
+Role = Literal["step", "run", "engine", "two engines"]
+"""What a part holds at one time: a trainer, all processes of a run, or only engines."""
+ENGINE = ("CUDA", "engine", "its activations and graphs", "KV cache")
+"""Memory of an engine, among the parts of a searcher's memory."""
 USABLE = 0.9
 """Share of a card that parts may need: the formula leaves out what is fragmented."""
 PROMPT = 128
@@ -39,16 +41,17 @@ class Fit:
     settings: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.needed / 1e9:.1f} GB calculated with {' '.join(self.settings)}"
+        chosen = " ".join(("", "with", *self.settings)) if self.settings else ""
+        return f"{self.needed / 1e9:.1f} GB calculated{chosen}"
 
 
 def fitting(configure: Callable[..., Any], role: Role, card: float) -> Fit:
     """Return the fastest of CHOICES that fits a card of so many bytes; raise Skipped if none does.
 
-    `configure` returns the config of a part with further settings.
+    `configure` returns the config of a part with further settings. An engine has nothing to choose.
     """
     least = inf
-    for settings in CHOICES:
+    for settings in CHOICES if role in ("step", "run") else ((),):
         config = configure(*settings)
         needed = needed_by(config, role, card)
         if needed <= USABLE * card:
@@ -64,8 +67,14 @@ def needed_by(config: Any, role: Role, card: float) -> float:
     from tba.setup.memory import MemoryEstimate
 
     needs = MemoryEstimate.of(with_defaults(config), Machine(1, card, inf), PROMPT)
-    trainer, *others = (each.total for each in needs.processes if each.card == 0)
-    return trainer + (sum(others) if role == "run" else 0)
+    here = [each for each in needs.processes if each.card == 0]
+    if role == "step":
+        return here[0].total
+    if role == "run":
+        return sum(each.total for each in here)
+    searcher = next(each for each in needs.processes if each.name == "searcher")
+    engine = sum(n for name, n in searcher.parts.items() if name in ENGINE)
+    return engine * (2 if role == "two engines" else 1)
 
 
 def print_plan(parts: dict[str, tuple[Role, Callable[..., Any]]], cards: list[float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import _measure
 import _ranks
 from _fit import Role, Skipped, fitting, print_plan
 from _profile import write_profile
-from _synthetic import random_groups, step_flops, sums
+from _synthetic import step_flops, sums
 
 HERE = Path(__file__).parent
 Part = tuple[str, tuple[str, ...], Callable[[], list[_measure.Row]]]
@@ -51,6 +52,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 LONG = ("runtime.use=local", "sampling.max_tokens=256")
 """Settings of the training steps."""
 ENGINE_BATCH = "engine.batch_size=1024"
+GENERATION = (
+    "runtime.use=local", ENGINE_BATCH, "runtime.prompts_per_task=16", "sampling.samples=16",
+    "sampling.max_tokens=64",
+)  # fmt: skip
+"""Settings of what the engine part generates."""
+BESIDE_VLLM = ("runtime.use=local", "engine=vllm", "engine.kv_cache_gib=1")
+"""Settings of each of the two engines in vllm_engine.py."""
 STEPS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "full": (None, ()),
     "LoRA": ("peft", ("policy.lora.r=16", "policy.lora.alpha=32")),
@@ -147,6 +155,7 @@ class Bench:
         parts += [(f"engine, {s}", (), partial(self.engine, s)) for s in self.shapes]
         parts += [(f"weight update, {s}", (), partial(self.update, s)) for s in self.shapes]
         parts += [
+            (f"checkpoint, {first}", (), lambda: self.checkpoint(first)),
             (f"synchronous training, {first}", (), lambda: self.synchronous(first)),
             (f"asynchronous training, {first}", ("ray",), lambda: self.asynchronous(first)),
             (f"vLLM engine, {first}", ("vllm",), lambda: self.vllm(first)),
@@ -177,14 +186,25 @@ class Bench:
             settings = (f"runtime.use={use}", ENGINE_BATCH)
             name = f"training with runtime.use={use}, 0.5B"
             planned[name] = "run", partial(self.config, "0.5B", *settings)
+        for shape in ("0.5B", "1.5B"):
+            planned[f"engine, {shape}"] = "engine", partial(self.config, shape, *GENERATION)
+        planned["vLLM engine, 0.5B"] = "two engines", partial(self.config, "0.5B", *BESIDE_VLLM)
+        for count in (2, 4):
+            name = f"step on {count} devices, 0.5B"
+            planned[name] = "step", _ranks.divided(self, "0.5B", count)
         return planned
 
-    def fitted(self, shape: str, role: Role, *settings: str) -> Any:
+    def fitted(self, role: Role, configure: Callable[..., Any]) -> Any:
         """Return the config that fits this card; raise Skipped if none does."""
-        fit = fitting(partial(self.config, shape, *settings), role, self.memory)
+        fit = fitting(configure, role, self.memory)
         self.needed = fit.needed
         print(f"  {fit}", flush=True)
         return fit.config
+
+    def passes(self, config: Any) -> str:
+        """Return the note of a row on the token budget of a step."""
+        again = ", with recomputation" if config.policy.gradient_checkpointing else ""
+        return f"{config.trainer.pass_tokens} tokens a pass{again}"
 
     def step(self, shape: str, kind: str) -> Part:
         """Return the part that measures such training steps."""
@@ -280,15 +300,14 @@ class Bench:
         import torch
 
         from tba.setup.setup import check
-        from tba.types import collate
 
         if kind == "FlexAttention" and self.device == "cpu":
             raise Skipped("it needs a GPU")
-        longest = () if self.tiny else LONG
-        parts = check(self.fitted(shape, "step", *STEPS[kind][1], *longest))
+        settings = (*STEPS[kind][1], *(() if self.tiny else LONG))
+        parts = check(self.fitted("step", partial(self.config, shape, *settings)))
         trainer = parts.trainer(self.device)
+        batch = _ranks.batch_of(self)
         prompt, answer = (16, 16) if self.tiny else (128, 256)
-        batch = collate(random_groups(8, 16 if not self.tiny else 4, prompt, answer))
         steps = iter(range(100))
         seconds = _measure.alternate(
             {"step": lambda: trainer.step(batch, next(steps))}, self.repeats, warmup=2
@@ -299,9 +318,7 @@ class Bench:
         tokens = batch.mask.numel()
         what = f"{kind} training step, Qwen2.5-{shape} shape on {self.card}"
         note = f"{len(batch)} x {batch.samples} x {answer} tokens, prompts of {prompt}"
-        budget = parts.config.trainer.pass_tokens
-        again = ", with recomputation" if parts.config.policy.gradient_checkpointing else ""
-        note += f"; {budget} tokens a pass{again}"
+        note += f"; {self.passes(parts.config)}"
         rows = [_measure.row(what, [tokens / s for s in seconds], "answer tokens/s", note=note)]
         if self.peak is not None and kind != "LoRA":
             flops = step_flops(trainer.policy.model, batch)
@@ -327,6 +344,7 @@ class Bench:
 
         policy = PolicyTable(model=str(self.model(shape)))
         text = load_text(policy)
+        self.fitted("engine", partial(self.config, shape, *GENERATION))
         b, s, p, t = (2, 3, 8, 6) if self.tiny else (16, 16, 100, 64)
         sampling = Sampling(s, 1.0, t)
         engine = Transformers(policy, text, self.device, True, sampling, batch_size=1024)
@@ -363,7 +381,7 @@ class Bench:
         from tba.models.pretrained import load_text
         from tba.setup.setup import check
 
-        parts = check(self.fitted(shape, "run"))
+        parts = check(self.fitted("run", partial(self.config, shape)))
         trainer = parts.trainer(self.device)
         sampling = parts.search_setup().sampling
         policy = PolicyTable(model=str(self.model(shape)))
@@ -384,8 +402,42 @@ class Bench:
             _measure.row(f"{name}: copied, converted and loaded in one process", whole, "s"),
         ]
 
+    def checkpoint(self, shape: str) -> list[_measure.Row]:
+        """Measure a checkpoint of a trainer: copied to the host, and until it is on the disk."""
+        from tba.learn import checkpoint_size
+        from tba.setup.setup import check
+
+        settings = () if self.tiny else LONG
+        parts = check(self.fitted("step", partial(self.config, shape, *settings)))
+        trainer = parts.trainer(self.device)
+        trainer.step(_ranks.batch_of(self), 0)  # the first step makes the moments
+        folder = self.folder / "checkpoint"
+        blocked = []
+
+        def save() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            started = time.perf_counter()
+            write = trainer.save(folder)
+            blocked.append(time.perf_counter() - started)
+            write()
+
+        whole = _measure.alternate({"save": save}, self.repeats)["save"]
+        on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e9
+        shutil.rmtree(folder)
+        # without the weights of the searcher, which a run on Ray does not save
+        calculated = checkpoint_size(self.config(shape, "runtime.use=ray"), trainer.sizes) / 1e9
+        name = f"checkpoint, Qwen2.5-{shape} shape on {self.card}"
+        return [
+            _measure.row(f"{name}: trainer blocked", blocked[1:], "s"),
+            _measure.row(f"{name}: copied and written", whole, "s"),
+            _measure.row(f"{name}: size", on_disk, "GB", calculated, peer_is="calculated"),
+        ]
+
     def vllm(self, shape: str) -> list[_measure.Row]:
         """Run the script of the vLLM engine, which keeps its rows, apart from those of a CPU."""
+        self.fitted("two engines", partial(self.config, shape, *BESIDE_VLLM))
+        self.needed = None  # the script has the memory, not this process
         command = [sys.executable, str(HERE / "vllm_engine.py"), "--model", str(self.model(shape))]
         command += ["--parts", "raw", "gap", "--rows-of", "gpu_vllm", "--device", self.device]
         command += ["--results", str(self.options.results)]
@@ -420,7 +472,7 @@ class Bench:
         generated: list[int] = []
         # without a limit, an asynchronous trainer never waits
         settings = (f"runtime.use={use}", "runtime.max_reuse=inf", ENGINE_BATCH)
-        with open_run(self.fitted(shape, "run", *settings)) as opened:
+        with open_run(self.fitted("run", partial(self.config, shape, *settings))) as opened:
 
             def recorded(metrics: dict[str, float], groups: list[Any]) -> None:
                 marks.append(time.perf_counter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ SCRIPTED = (
     "runtime.use=ray", "runtime.lag=0", "engine=scripted", "engine.answers=['1']",
     "engine.own_reference=true", "trainer.devices=",
 )  # fmt: skip
-"""Settings of a run whose searchers need no device. The last one is completed."""
+"""Settings of a run whose searchers do not use their device. The last one is completed."""
 
 
 def parts(bench: Bench) -> list[Part]:
@@ -40,6 +41,13 @@ def batch_of(bench: Bench) -> Any:
     return collate(random_groups(8, 4 if bench.tiny else 16, *tokens))
 
 
+def divided(bench: Bench, shape: str, count: int) -> Callable[..., Any]:
+    """Return what makes the config of a run with several ranks."""
+    *others, devices = SCRIPTED
+    longest = f"sampling.max_tokens={16 if bench.tiny else 256}"
+    return partial(bench.config, shape, *others, f"{devices}{count}", longest)
+
+
 def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
     """Compare the first gradient, step time and peak memory with the undivided trainer's."""
     from torch import cuda, distributed
@@ -47,7 +55,7 @@ def one_device(bench: Bench, shape: str) -> list[_measure.Row]:
     from tba.setup.setup import check
 
     own = ("runtime.use=local", f"sampling.max_tokens={16 if bench.tiny else 256}")
-    parts = check(bench.fitted(shape, "step", *own)).trainer_setup()
+    parts = check(bench.fitted("step", partial(bench.config, shape, *own))).trainer_setup()
     batch = batch_of(bench)
     on_gpu = bench.device != "cpu"
     with socket.socket() as free:
@@ -93,12 +101,16 @@ def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
     from tba.errors import TrainerLost
     from tba.open import open_run
 
-    has = torch.cuda.device_count() if bench.device != "cpu" else 2
-    if has < count:
-        raise Skipped(f"it needs {count} devices, and there are {has}")
+    has, needed = 2, count
+    if bench.device != "cpu":
+        has, needed = torch.cuda.device_count(), count + 1  # Ray gives the searcher a GPU
+    if has < needed:
+        raise Skipped(f"it needs {needed} devices, and there are {has}")
+    config = bench.fitted("step", divided(bench, shape, count))
+    bench.needed = None  # the ranks have the memory, not this process
     batch = batch_of(bench)
     name = f"full training step on {count} x {bench.card}, Qwen2.5-{shape} shape"
-    with open_run(bench.config(shape, *SCRIPTED[:-1], f"{SCRIPTED[-1]}{count}")) as run:
+    with open_run(config) as run:
         steps = iter(range(100))
         calls = {
             "step": lambda: run.trainer.step(batch, next(steps)),
@@ -115,7 +127,8 @@ def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
         else:
             raise RuntimeError("the death of a rank went unnoticed")
     tokens = batch.mask.numel()
-    rows = [_measure.row(name, [tokens / s for s in seconds["step"]], "answer tokens/s")]
+    speeds = [tokens / s for s in seconds["step"]]
+    rows = [_measure.row(name, speeds, "answer tokens/s", note=bench.passes(config))]
     rows.append(_measure.row(f"{name}: publication", seconds["publish"], "s"))
     return [*rows, _measure.row(f"{name}: a killed rank is noticed", noticed, "s")]
 

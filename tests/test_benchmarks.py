@@ -74,7 +74,7 @@ def test_the_models_of_gpu_sh_have_a_token_for_each_id(measure, monkeypatch, tmp
 @pytest.mark.parametrize(
     ("card", "parts"),
     [
-        (80, ["full training step, 0.5B"]),
+        (80, ["full training step, 0.5B", "step on 4 devices, 0.5B", "engine, 0.5B"]),
         *(pytest.param(card, [], marks=pytest.mark.slow) for card in (24, 40, 80)),
     ],
 )
@@ -91,7 +91,8 @@ def test_parts_of_gpu_sh_fit_a_card_by_the_formula(card, parts, monkeypatch, tmp
     lines = capsys.readouterr().out.splitlines()[1:]
     assert len(lines) == len(chosen)
     for line in lines:
-        needed = re.search(r": (\d+\.\d) GB calculated with trainer\.token_budget=\d+ policy", line)
+        chosen = "$" if "engine" in line else r" with trainer\.token_budget=\d+ policy"
+        needed = re.search(rf": (\d+\.\d) GB calculated{chosen}", line)
         assert needed is None or float(needed[1]) <= 0.9 * card, line
         skipped = re.search(r"skipped: it needs (\d+) GB, and 90% of", line)
         assert (needed is None) != (skipped is None), line
@@ -125,6 +126,40 @@ def test_the_commands_of_the_page_about_gpus_exist(monkeypatch, tmp_path):
                 with_defaults(load(file, [each for each in settings if each != "--machine"]))
             case _:
                 raise AssertionError(command)
+
+
+def test_the_memory_of_parts_of_gpu_sh_by_hand(monkeypatch, tmp_path):
+    """Engines of a model of 494,032,768 weights in bf16, and a rank of four."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gpu, fit = importlib.import_module("_gpu"), importlib.import_module("_fit")
+    planned = gpu.Bench(argparse.Namespace(device="cpu", tiny=False, plan=[80])).planned()
+
+    def needed(name: str, *settings: str) -> float:
+        role, configure = planned[name]
+        return float(fit.needed_by(configure(*settings), role, 80e9))
+
+    weights = 494_032_768
+    cache = 24 * 2 * 2 * 128 * 256 * (128 + 64)  # layers, keys and values, bytes, width, tokens
+    assert needed("engine, 0.5B") == pytest.approx(0.5e9 + 2 * weights + cache)
+    # CUDA, weights, activations and graphs, and a cache of 1 GiB, twice
+    assert needed("vLLM engine, 0.5B") == 2 * (0.5e9 + 2 * weights + 2e9 + 2**30)
+    ranks = {n: needed(f"step on {n} devices, 0.5B", *fit.CHOICES[3]) for n in (2, 4)}
+    assert ranks[2] - ranks[4] == 16 * weights / 4  # weights, gradients and moments
+
+
+def test_parts_of_gpu_sh_say_what_they_need_and_write(measure, monkeypatch, tmp_path, capsys):
+    """On tiny models, on the CPU. A checkpoint has the calculated size, and some headers."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gpu = importlib.import_module("_gpu")
+    bench = gpu.Bench(argparse.Namespace(device="cpu", tiny=True, plan=None, profile=None))
+    parts = {name: part for name, _, part in bench.parts()}
+    for name in ("engine, tiny", "checkpoint, tiny"):
+        rows = bench.measured(name, parts[name])
+        out = capsys.readouterr().out
+        assert rows and re.search(rf"^{name} \.\.\.\n  \d\.\d GB calculated", out, re.M), out
+    assert rows[-1].name.endswith("size") and rows[-1].ratio == pytest.approx(1, abs=0.05)
 
 
 def scripts() -> list[str]:
@@ -254,5 +289,7 @@ def test_gpu_sh_runs_to_its_end_without_a_gpu(tmp_path):
     skipped = re.findall(r"^skipped (.*?): ", done.stdout, re.MULTILINE)
     assert skipped[0] == "all measurements"
     assert {"step on 4 devices, tiny", "LoRA step of a 7B shape"} <= set(skipped)
-    for part in ("step through FSDP2 on one device", "step on 2 devices", "asynchronous training"):
-        assert f"\n{part}, tiny ...\n" in done.stdout and f"{part}, tiny" not in skipped
+    ran = "step through FSDP2 on one device", "step on 2 devices", "asynchronous training"
+    for part in (*ran, "engine", "checkpoint"):
+        assert re.search(rf"^{part}, tiny \.\.\.\n  \d\.\d GB calculated", done.stdout, re.M), part
+        assert f"{part}, tiny" not in skipped
