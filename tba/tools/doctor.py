@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ def _gpus() -> Iterator[Finding]:
         value = f"{torch.cuda.get_device_name(gpu)}, {size(free)} of {size(total)} free"
         taken = f"{name} has {size(free)} of {size(total)} free; end what uses it (`nvidia-smi`)"
         yield Finding(name, value, taken if free < total / 2 else "")
+    if count > 1:
+        pairs = [*combinations(range(count), 2)]
+        direct = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+        others = "" if direct == len(pairs) else "; the others use the host's memory"
+        yield Finding("direct access", f"in {direct} of {len(pairs)} pairs of GPUs{others}")
     has_nccl = count > 0 and torch.distributed.is_nccl_available()
     yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none")
 

@@ -54,6 +54,16 @@ def test_all_is_well_where_a_run_works(tiny_model, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("linked", "others"), [(4, ""), (3, "; the others use the host's memory")])
+def test_pairs_of_gpus_without_direct_access_are_counted(linked, others, pretend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: max(pair) < linked)
+    shown = {finding.name: finding.value for finding in doctor._gpus()}
+    assert shown["direct access"] == f"in {6 if linked == 4 else 3} of 6 pairs of GPUs{others}"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "direct access" not in {finding.name for finding in doctor._gpus()}
+
+
 def test_what_is_off_hides_nothing_else(tiny_model, tmp_path, monkeypatch):
     """Shared memory that cannot be written to, an old vLLM, and a check with a mistake of ours."""
 
@@ -116,15 +126,17 @@ def test_gpus_are_shown_with_what_is_free(monkeypatch):
         device_count=lambda: 2,
         mem_get_info=free.__getitem__,
         get_device_name=lambda gpu: "H100",
+        can_device_access_peer=lambda one, other: False,
         nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
     )
     monkeypatch.setattr(doctor.torch, "cuda", cuda)
     monkeypatch.setattr(doctor.torch, "ones", lambda size, device: torch.zeros(size))
     monkeypatch.setattr(doctor.torch.distributed, "is_nccl_available", lambda: True)
-    count, first, second, nccl = doctor._gpus()
+    count, first, second, direct, nccl = doctor._gpus()
     assert (count.value, nccl.value) == ("2", "2.28.9")
     assert first == Finding("cuda:0", "H100, 60.0 GB of 80.0 GB free")
     assert second.off.startswith("cuda:1 has 1.0 GB of 80.0 GB free; end what uses it")
+    assert direct.value == "in 0 of 1 pairs of GPUs; the others use the host's memory"
 
 
 def test_a_driver_without_a_pytorch_for_it_is_named(tmp_path, monkeypatch):
