@@ -11,9 +11,9 @@
 `quantised` samples from weights of 8 and 4 bits, without any correction but the objective's own.
 `steps` asks whether small rates need more steps only. `others` has the objectives that `make study`
 has no time for, and `alpha` other divergences than that of `tb`. `selection` asks whether prompts
-of predicted difficulty are learned faster. `real` needs a model and data, BENCH_MODEL and
-BENCH_DATA as docs/performance.md says, and is skipped without them. experiment.py says how each is
-run.
+of predicted difficulty are learned faster. `real` and `real_40_steps` need a model and data,
+BENCH_MODEL and BENCH_DATA as docs/performance.md says, and are skipped without them. experiment.py
+says how each is run.
 """
 
 from __future__ import annotations
@@ -146,15 +146,36 @@ REAL = Experiment(
     name="real",
     condition="lag",
     base="real.toml",
-    objectives=some("tb tapered", "dr_grpo", "cispo", "oapl", "raft"),
+    objectives={
+        "tb tapered": {**OBJECTIVES["tb tapered"], "objective.beta": 0.03},
+        **some("tb shift", "raft", "topr", "cispo", "dr_grpo"),
+    },
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16)},
-    seconds=200,
+    seconds=500,
     rates=(3e-6, 1e-5, 3e-5),
     search_seeds=(0,),
-    seeds=(2, 3),
-    schedules=("constant",),
+    seeds=(1, 2, 3),
+    schedules=("linear",),
+    betas=(0.01, 0.1),
     wider=1,
 )
+REAL_40_STEPS = replace(
+    REAL,
+    name="real_40_steps",
+    objectives=some("tb tapered", "dr_grpo", "cispo", "oapl", "raft"),
+    seconds=200,
+    seeds=(2, 3),
+    schedules=("constant",),
+    betas=(),
+    given={
+        "run.steps": 40,
+        "task.held_out_size": 64,
+        "trainer.warmup_steps": 5,
+        "eval.every": 8,
+        "eval.prompts": 64,
+    },
+)
+"""The first study of the real model: constant rates, no search of beta, few held-out questions."""
 SELECTION = Experiment(
     name="selection",
     condition="sums",
@@ -181,6 +202,7 @@ EXPERIMENTS = {
         REPLAY,
         QUANTISED,
         REAL,
+        REAL_40_STEPS,
         STEPS,
         OTHERS,
         ALPHA,
@@ -189,10 +211,10 @@ EXPERIMENTS = {
 }
 
 
-def real() -> Experiment | None:
-    """Return the experiment with its model and data, if the environment names them."""
+def real(experiment: Experiment) -> Experiment | None:
+    """Return an experiment with the real model and its data, if the environment names them."""
     if not os.environ.get("BENCH_MODEL") or not os.environ.get("BENCH_DATA"):
-        print("real: skipped, because BENCH_MODEL and BENCH_DATA are not set")
+        print(f"{experiment.name}: skipped, because BENCH_MODEL and BENCH_DATA are not set")
         return None
     data = Path(os.environ["BENCH_DATA"]).expanduser().resolve()
     given = {
@@ -200,7 +222,7 @@ def real() -> Experiment | None:
         "task.data": str(data / "two_number_sums.train.jsonl"),
         "task.held_out_data": str(data / "two_number_sums.test.jsonl"),
     }
-    return replace(REAL, given=given)
+    return replace(experiment, given={**(experiment.given or {}), **given})
 
 
 def tflop(generated: float, trained: float, reference: bool) -> float:
@@ -313,7 +335,8 @@ def main() -> None:
         if options.count:
             print(experiment.count())
             continue
-        whole = experiment if name != "real" or options.draw else real()
+        is_real = name.startswith("real") and not options.draw
+        whole = real(experiment) if is_real else experiment
         if whole is not None and not options.draw:
             whole.carry_out()
         if experiment.known():
