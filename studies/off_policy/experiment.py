@@ -300,14 +300,16 @@ class Experiment:
             yield objective, condition, [row for row in own if row["stage"] == "table"] or own
 
     def table(self) -> str:
-        """Return objective x condition; one sentence before the first run."""
-        if not self.known():
+        """Return objective x condition, without those that have no rows; before all, a sentence."""
+        cells = {(objective, c): rows for objective, c, rows in self.final() if rows}
+        if not cells:
             return "Not run yet: `make study-long`."
-        cells = {(objective, c): rows for objective, c, rows in self.final()}
-        heads = [c if isinstance(c, str) else f"{self.condition} {c}" for c in self.conditions]
+        objectives = [name for name in self.objectives if any(name == n for n, _ in cells)]
+        conditions = [c for c in self.conditions if any(c == own for _, own in cells)]
+        heads = [c if isinstance(c, str) else f"{self.condition} {c}" for c in conditions]
         lines = [f"| objective | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
-        for objective in self.objectives:
-            texts = [self.cell(cells[objective, c]) for c in self.conditions]
+        for objective in objectives:
+            texts = [self.cell(cells.get((objective, c), [])) for c in conditions]
             lines.append(f"| {objective} | {' | '.join(texts)} |")
         return "\n".join(lines)
 
