@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from statistics import fmean, stdev
 from xml.etree import ElementTree
 
 import pytest
@@ -139,8 +140,17 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     ends = {name: lags.cell(rows).split()[0] for name, lag, rows in lags.final() if lag == 64}
     raft, shift, tapered = (ends[name] for name in ("raft", "tb shift", "tb tapered"))
     quoted = f"{raft} % at a lag of 64 steps, `tb` with a shift at {shift}, and `tb` by default at"
-    quoted += f" {tapered}."
+    quoted += f" {tapered}; with SmolLM2-135M at a lag of 16, "
+    real = importlib.import_module("long").REAL
+    by_name = {name: rows for name, lag, rows in real.final() if lag == 16}
+    ends = {name: real.cell(rows).split(" ± ")[0] for name, rows in by_name.items()}
+    quoted += f"`raft` ends at {ends['raft']} and `tb` with a shift at {ends['tb shift']}."
     assert quoted in " ".join((ROOT / "README.md").read_text().split())
+    pairs = zip(by_name["raft"], by_name["tb shift"], strict=True)
+    behind = [100 * (one["score"] - other["score"]) for one, other in pairs]
+    mean, error = f"{fmean(behind):.1f}", f"{stdev(behind) / len(behind) ** 0.5:.1f}"
+    text = f"{mean} ± {error} points behind `raft`".replace("0.", ".")
+    assert text in " ".join(page.split())
 
 
 def test_the_site_is_built(tmp_path):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -37,22 +36,13 @@ def variances(rows: pd.DataFrame, axis: str, key: str) -> str:
     return "\n".join(lines)
 
 
-def coverage() -> str:
-    """Return the tables of the study of coverage, with the objectives and lags that have rows."""
-    cells = {(row["objective"], row["condition"]) for row in COVERAGE.known()}
-    names, lags = map(set, zip(*cells, strict=True))
-    objectives = {n: each for n, each in COVERAGE.objectives.items() if n in names}
-    conditions = {lag: each for lag, each in COVERAGE.conditions.items() if lag in lags}
-    return replace(COVERAGE, objectives=objectives, conditions=conditions).tables()
-
-
 def tables() -> dict[str, str]:
     """Return each table by its name."""
     noise = pd.DataFrame(json.loads((HERE / "gradient_variance.json").read_text()))
     return {
         **{experiment.name: experiment.table() for experiment in (LAGS, *EXPERIMENTS.values())},
         "savings": savings(),
-        "coverage": coverage(),
+        "coverage": COVERAGE.tables(),
         "noise_k": variances(noise, "K", "k"),
         "noise_length": variances(noise, "length", "length"),
     }
