@@ -295,11 +295,6 @@ class TrainerTable(Table):
         """Tokens per pass: `token_budget`, which the setup of a run sets to a number."""
         return PASS_TOKENS if self.token_budget == "auto" else self.token_budget
 
-    @property
-    def reference_tokens(self) -> int:
-        """Tokens per pass of the reference, which has no loss that needs a whole group at once."""
-        return min(self.pass_tokens, PASS_TOKENS)
-
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""
         return min(10, steps // 10) if self.warmup_steps is None else self.warmup_steps
@@ -347,9 +342,7 @@ class RuntimeTable(Table):
     )
     address: str | None = key(None, "Ray cluster to join; default: start a private one on loopback")
     task_deadline: Finite = key(600.0, "seconds for a task, after which its searcher is restarted")
-    start_deadline: Finite = key(
-        300.0, "seconds that Ray or a searcher may take to start; default with vllm on a GPU: 1800"
-    )
+    start_deadline: Finite = key(300.0, "seconds to start Ray or a searcher; vllm on a GPU: 1800")
     cluster_deadline: Finite = key(
         60.0, "seconds that Ray may take to answer before the run is saved and ends (ray)"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tba.config.tables import PASS_TOKENS
 from tba.learn.micro_batches import split_responses
 from tba.learn.policy import Policy
 from tba.models import lora
@@ -33,7 +34,7 @@ class Reference:
         self.policy = policy
         self.version = 0
         self._is_adapted = lora.is_adapted(policy.model)
-        self._token_budget = token_budget
+        self._token_budget = min(token_budget, PASS_TOKENS)  # no loss needs a whole group at once
         lock = Lock()
         self._exclusive = exclusive or (lambda: lock)
 

@@ -88,7 +88,7 @@ class SearchSetup:
         else:  # without its adapter, the model of the engine or the trainer is the reference
             exclusive = None if engine.model is None else engine.lend
             policy = self._policy(model, bf16)
-            reference = Reference(policy, c.trainer.reference_tokens, exclusive)
+            reference = Reference(policy, c.trainer.pass_tokens, exclusive)
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
@@ -141,7 +141,7 @@ class SearchSetup:
         c = self.config
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
         model = load_frozen(c.policy, device, bf16, dtype)
-        return Reference(self._policy(model, bf16), c.trainer.reference_tokens)
+        return Reference(self._policy(model, bf16), c.trainer.pass_tokens)
 
 
 @dataclass(frozen=True)

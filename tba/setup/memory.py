@@ -160,9 +160,9 @@ class MemoryEstimate:
     def of(
         cls, config: Config, machine: Machine, prompt: int, sizes: ModelSizes | None = None
     ) -> "MemoryEstimate":
-        """Read the model's config.json, without `sizes`; assumes that GPUs compute in bf16.
+        """Return an estimate whose token budget is a number; GPUs are assumed to compute in bf16.
 
-        `config.trainer.token_budget` of the result is a number.
+        Without `sizes`, the model's config.json is read.
         """
         policy = config.policy
         bf16 = policy.autocast != "off" if machine.gpus else computes_in_bf16(policy, "cpu")
@@ -173,7 +173,6 @@ class MemoryEstimate:
         """Return the estimate with the largest token budget that fits all GPUs, or the smallest.
 
         Searchers' GPUs that the smallest one would not fit do not count: vLLM's share fills them.
-
         It is `PASS_TOKENS` if a step has no more, else a number of whole groups up to that, or one
         group, or a group's prompt with some of its responses, all of the maximum length. On a CPU
         it is `PASS_TOKENS`, and also on a cluster that the run joins, whose GPUs are not known.
@@ -191,9 +190,8 @@ class MemoryEstimate:
         if not self.machine.gpus or c.runtime.address is not None:
             budgets = [PASS_TOKENS]
         trainers = [t.model_copy(update={"token_budget": budget}) for budget in budgets]
-        *larger, smallest = (
-            replace(self, config=c.model_copy(update={"trainer": trainer})) for trainer in trainers
-        )
+        configs = [c.model_copy(update={"trainer": trainer}) for trainer in trainers]
+        *larger, smallest = [replace(self, config=config) for config in configs]
         limit = USED * self.machine.card
         full = {card for card, n in smallest.needed().items() if n > limit}
         ignored = full - {p.card for p in self.processes if p.name != "searcher"} | {None}
@@ -344,7 +342,7 @@ class MemoryEstimate:
             # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
-            tokens = c.trainer.reference_tokens
+            tokens = min(c.trainer.pass_tokens, PASS_TOKENS)
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
         others = sum(map(_parameters, _models_of(c.task.model_dump())))

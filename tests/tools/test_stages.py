@@ -41,16 +41,16 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score, "curve": curve} | others
 
 
-NAMES = "lags graded replay quantised others alpha selection steps working real"
+NAMES = "lags graded replay quantised others alpha selection steps working real real_40_steps"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     experiment = experiments[name]
-    if name == "real":
+    if name.startswith("real"):
         given = {"policy.model": "bundled:arithmetic", "task.data": "rows.jsonl"}
-        experiment = replace(experiment, given=given)
+        experiment = replace(experiment, given={**(experiment.given or {}), **given})
     settings = [setting(*cell, rate) for cell in experiment.cells() for rate in experiment.rates]
     file = tmp_path / "rates.toml"
     file.write_text(experiment.text("rates", tmp_path, settings, experiment.search_seeds))
@@ -206,9 +206,13 @@ def test_a_cell_of_the_table_that_has_not_run_shows_the_best_of_the_search(
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
     assert small.table() == "Not run yet: `make study-long`."
     scores = {1e-5: (0.5, 0.7), 3e-5: (0.4, 0.6)}
-    small.keep([row("tb", 0, r, s, seed=i) for r in scores for i, s in enumerate(scores[r])])
+    rows = [row("tb", 0, r, s, seed=i) for r in scores for i, s in enumerate(scores[r])]
+    small.keep([*rows, row("rloo", 4, 1e-5, 0.5)])
     cell = "60.0 ± 10.0 †<br><small>1e-05 constant, last 87.5</small>"
     assert f"| tb | {cell} | not run |" in small.table()
+    assert "grpo" not in small.table()  # it has no row
+    small.keep(rows)
+    assert small.table().startswith("| objective | lag 0 |\n")
 
 
 def test_written_working_is_right_if_its_last_part_is():
