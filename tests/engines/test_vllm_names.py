@@ -153,15 +153,18 @@ def test_what_an_update_relies_on():
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The file that imports vLLM, with empty classes and functions in place of it."""
+    fakes: dict[str, ModuleType] = {}
     for node in ast.walk(OURS):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm"):
             parts = str(node.module).split(".")
             for end in range(1, len(parts) + 1):
                 name = ".".join(parts[:end])
-                monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
+                if name not in fakes:  # never vLLM's own, which later tests use
+                    fakes[name] = ModuleType(name)
+                    monkeypatch.setitem(sys.modules, name, fakes[name])
             for alias in node.names:
                 own: Any = type(alias.name, (), {"__init__": lambda *given: None})
-                setattr(sys.modules[str(node.module)], alias.name, own)
+                setattr(fakes[str(node.module)], alias.name, own)
     made = module_at(Path(tba.engines.__file__).with_name("_vllm_api.py"))
     monkeypatch.setattr(made, "SKIP_LOAD_TENSORS", set())
     monkeypatch.setattr(made, "set_current_vllm_config", nullcontext)
