@@ -17,7 +17,8 @@ from tba.engines import Engine, logp_gap_limit
 from tba.errors import SearchError
 from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
+from tba.models.tokenizer import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
