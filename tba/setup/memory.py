@@ -342,7 +342,7 @@ class MemoryEstimate:
             # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
-            tokens = min(c.trainer.pass_tokens, PASS_TOKENS)
+            tokens = c.trainer.reference_tokens
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
         others = sum(map(_parameters, _models_of(c.task.model_dump())))
