@@ -59,7 +59,6 @@ class Endpoint:
         """
         from tba.agents.server import Listener, server
 
-        self.turns = Turns(engine.complete, engine.joins_batches)
         self.counts: Counter[str] = Counter()
         """Numbers of calls and of refused requests, by metric."""
         self.failure: BaseException | None = None
@@ -75,6 +74,7 @@ class Endpoint:
         elif not engine.constrains:
             self._unconstrained = "needs engine=vllm"
         self._sessions: dict[str, OpenSession] = {}
+        self.turns = Turns(engine.complete, engine.joins_batches, self._sessions)
         self._chat_of = lru_cache(CHATS)(partial(_chat_with, text))
         self._socket = Listener()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -8,7 +8,8 @@ text that the chat template writes after the reply. Without a match, it begins a
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ MAX_TURN_THREADS = 1024
 """Maximum number of turns that an engine samples at once, if they join a running batch."""
 TOKENISING = 0.1
 """Maximum number of seconds that a batch waits for requests that are being tokenised."""
+PATIENCE = 0.05
+"""Share of the seconds of a batch for which the next one waits for sessions without a turn."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change its content."""
 REPLY = ("role", "content", "tool_calls")
@@ -301,14 +304,23 @@ class Turns:
     """
 
     def __init__(
-        self, complete: Callable[[Sequence[Turn]], list[Completion]], joins_batches: bool
+        self,
+        complete: Callable[[Sequence[Turn]], list[Completion]],
+        joins_batches: bool,
+        sessions: Sized = (),
     ) -> None:
-        """`complete` samples turns; `joins_batches`: see `Engine.joins_batches`."""
+        """`complete` samples turns; `joins_batches`: see `Engine.joins_batches`.
+
+        `sessions` are the open ones.
+        """
         self._run = complete
+        self._sessions = sessions
         self._changed = threading.Condition()  # guards `_waiting` and `_expected`
         self._expected = 0
         self._waiting: list[tuple[Turn, Future[Completion]]] = []
         self._threads = ThreadPoolExecutor(MAX_TURN_THREADS, "turn") if joins_batches else None
+        self._last = 0.0
+        """Seconds of the last batch."""
 
     @property
     def waiting(self) -> int:
@@ -339,14 +351,22 @@ class Turns:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting, seconds)
             self._changed.wait_for(lambda: not self._expected, TOKENISING)
+            if self._waiting and self._threads is None:
+                # a session that comes too late would wait for this batch, and be a batch by itself
+                self._changed.wait_for(self._has_everyone, PATIENCE * self._last)
             taken = self._waiting
             self._waiting = []
         wanted = [each for each in taken if each[1].set_running_or_notify_cancel()]
         if self._threads is None:
+            started = time.monotonic()
             self._complete(wanted)
+            self._last = time.monotonic() - started if wanted else self._last
             return
         for each in wanted:
             self._threads.submit(self._complete, [each])
+
+    def _has_everyone(self) -> bool:
+        return len(self._waiting) >= len(self._sessions)
 
     def _complete(self, wanted: Sequence[tuple[Turn, "Future[Completion]"]]) -> None:
         if not wanted:

@@ -1,6 +1,9 @@
 """Which earlier reply a request goes on from, whatever a program does to its messages."""
 
+import asyncio
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,15 +16,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from talk import SIMPLE, call, dialogue_model
 
+import tba.agents.session
 from tba.agents.chat import Chat
-from tba.agents.session import Exchange, Session, squeezed
+from tba.agents.session import Exchange, Session, Turns, squeezed
 from tba.agents.wire import ChatRequest, message_of
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.models.template import text_of
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt
-from tba.types import Completion
+from tba.types import NO_TOKENS, Completion, Sampling, Turn
 
 __all__ = ["dialogue_model"]  # a fixture
 
@@ -257,3 +261,30 @@ def test_calls_are_read_where_tools_may_be_called_and_stop_strings_are_left_out(
     turn = Completion(tokens, np.zeros(len(tokens), np.float32), True, 0)
     reply = message_of(chat, chat.encode(Prompt("", "Say 1")), turn, request, request.stops)
     assert (reply["content"], len(reply.get("tool_calls", []))) == (content, calls)
+
+
+def test_a_batch_waits_for_the_turns_of_other_sessions(monkeypatch):
+    """For a share of the seconds of the last batch; no longer once all have come."""
+    monkeypatch.setattr(tba.agents.session, "PATIENCE", 1e6)
+    turn = Turn(NO_TOKENS, Sampling(1, 1.0, 1), 0)
+    sizes = []
+
+    def complete(turns: Sequence[Turn]) -> list[Completion]:
+        time.sleep(1e-3)
+        sizes.append(len(turns))
+        return [Completion(NO_TOKENS, np.zeros(0, np.float32), True, 0) for _ in turns]
+
+    async def hold() -> None:
+        sessions = ["first"]
+        turns = Turns(complete, False, sessions)
+        turns.sample(turn)
+        await asyncio.to_thread(turns.work, 60)
+        sessions.append("second")
+        turns.sample(turn)
+        batch = asyncio.ensure_future(asyncio.to_thread(turns.work, 60))
+        await asyncio.sleep(0.05)
+        turns.sample(turn)
+        await batch
+
+    asyncio.run(hold())
+    assert sizes == [1, 2]
