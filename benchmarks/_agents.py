@@ -1,7 +1,4 @@
-"""A side of `agents.py`: it holds sessions, or dialogues with an environment, line by line.
-
-It runs with the package of an earlier commit as well.
-"""
+"""A side of `agents.py`: it holds sessions, or dialogues with an environment, line by line."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ def sessions_of(side: str, model: str, folder: Path, prompts: int, samples: int)
         f"sampling.max_tokens={TOKENS}", f"trainer.group_size={samples}",
         f"trainer.batch_size={samples}",
     ]  # fmt: skip
-    if side in ("environment", "before"):
+    if side == "environment":
         settings += [
             "task=custom", "task.chat=on", "task.prompt=What is {a} * {b}?", "task.shots=1",
             f"task.shot_response={json.dumps(SHOT)}", f"task.environment={HERE}:Calculator",
@@ -108,7 +105,7 @@ def sessions_of(side: str, model: str, folder: Path, prompts: int, samples: int)
     searcher = parts.search_setup().build("cpu", False)
     own = parts.prompts[-prompts:]
     sampling = searcher.setup.sampling
-    if side in ("environment", "before"):
+    if side == "environment":
         return lambda seed: searcher.answer("", own, sampling, seed), searcher.close
     (agents,) = searcher.agents.values()
     return lambda seed: agents.run_sessions(own, sampling, seed, 3600.0), searcher.close

@@ -16,7 +16,7 @@ import torch
 
 from tba.models import EVERYONE
 from tba.models.flex import SIZE, owned_blocks
-from tba.setup.memory import group
+from tba.setup.sizes import group
 
 RESPONSES = 16
 PROMPT = 512

@@ -52,11 +52,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 LONG = ("runtime.use=local", "sampling.max_tokens=256")
 """Settings of the training steps."""
 ENGINE_BATCH = "engine.batch_size=1024"
+GENERATED = (16, 16, 64)
+"""Prompts, samples of each, and tokens of a sample that the engine part generates."""
 GENERATION = (
-    "runtime.use=local", ENGINE_BATCH, "runtime.prompts_per_task=16", "sampling.samples=16",
-    "sampling.max_tokens=64",
+    "runtime.use=local", ENGINE_BATCH, f"runtime.prompts_per_task={GENERATED[0]}",
+    f"sampling.samples={GENERATED[1]}", f"sampling.max_tokens={GENERATED[2]}",
 )  # fmt: skip
-"""Settings of what the engine part generates."""
+"""Settings with which a run would generate that."""
 BESIDE_VLLM = ("runtime.use=local", "engine=vllm", "engine.kv_cache_gib=1")
 """Settings of each of the two engines in vllm_engine.py."""
 STEPS: dict[str, tuple[str | None, tuple[str, ...]]] = {
@@ -201,11 +203,6 @@ class Bench:
         print(f"  {fit}", flush=True)
         return fit.config
 
-    def passes(self, config: Any) -> str:
-        """Return the note of a row on the token budget of a step."""
-        again = ", with recomputation" if config.policy.gradient_checkpointing else ""
-        return f"{config.trainer.pass_tokens} tokens a pass{again}"
-
     def step(self, shape: str, kind: str) -> Part:
         """Return the part that measures such training steps."""
         package = STEPS[kind][0]
@@ -307,7 +304,8 @@ class Bench:
         parts = check(self.fitted("step", partial(self.config, shape, *settings)))
         trainer = parts.trainer(self.device)
         batch = _ranks.batch_of(self)
-        prompt, answer = (16, 16) if self.tiny else (128, 256)
+        prompt = batch.prompt_tokens.shape[1]
+        answer = batch.tokens.shape[2]
         steps = iter(range(100))
         seconds = _measure.alternate(
             {"step": lambda: trainer.step(batch, next(steps))}, self.repeats, warmup=2
@@ -318,7 +316,7 @@ class Bench:
         tokens = batch.mask.numel()
         what = f"{kind} training step, Qwen2.5-{shape} shape on {self.card}"
         note = f"{len(batch)} x {batch.samples} x {answer} tokens, prompts of {prompt}"
-        note += f"; {self.passes(parts.config)}"
+        note += f"; {_ranks.passes(parts.config)}"
         rows = [_measure.row(what, [tokens / s for s in seconds], "answer tokens/s", note=note)]
         if self.peak is not None and kind != "LoRA":
             flops = step_flops(trainer.policy.model, batch)
@@ -345,7 +343,8 @@ class Bench:
         policy = PolicyTable(model=str(self.model(shape)))
         text = load_text(policy)
         self.fitted("engine", partial(self.config, shape, *GENERATION))
-        b, s, p, t = (2, 3, 8, 6) if self.tiny else (16, 16, 100, 64)
+        b, s, t = (2, 3, 6) if self.tiny else GENERATED
+        p = 8 if self.tiny else 100
         sampling = Sampling(s, 1.0, t)
         engine = Transformers(policy, text, self.device, True, sampling, batch_size=1024)
         ids = np.random.default_rng(0).integers(3, 15, (b, p)).astype(np.int32)
@@ -370,7 +369,7 @@ class Bench:
         own, peer = ([b * s * t / x for x in seconds[side]] for side in ("ours", "generate"))
         row = _measure.row(
             name, own, "tokens/s", peer, peer_is="generate", ratio_is="ours / peer",
-            note="prompts of 100 tokens; few answers end early",
+            note=f"prompts of {p} tokens; few answers end early",
         )  # fmt: skip
         return [row]
 

@@ -33,12 +33,19 @@ def parts(bench: Bench) -> list[Part]:
 
 
 def batch_of(bench: Bench) -> Any:
+    """Return a batch of full-length random answers."""
     from _synthetic import random_groups
 
     from tba.types import collate
 
     tokens = (16, 16) if bench.tiny else (128, 256)
     return collate(random_groups(8, 4 if bench.tiny else 16, *tokens))
+
+
+def passes(config: Any) -> str:
+    """Return the note of a row on the token budget of a step."""
+    again = ", with recomputation" if config.policy.gradient_checkpointing else ""
+    return f"{config.trainer.pass_tokens} tokens a pass{again}"
 
 
 def divided(bench: Bench, shape: str, count: int) -> Callable[..., Any]:
@@ -128,7 +135,7 @@ def devices(bench: Bench, shape: str, count: int) -> list[_measure.Row]:
             raise RuntimeError("the death of a rank went unnoticed")
     tokens = batch.mask.numel()
     speeds = [tokens / s for s in seconds["step"]]
-    rows = [_measure.row(name, speeds, "answer tokens/s", note=bench.passes(config))]
+    rows = [_measure.row(name, speeds, "answer tokens/s", note=passes(config))]
     rows.append(_measure.row(f"{name}: publication", seconds["publish"], "s"))
     return [*rows, _measure.row(f"{name}: a killed rank is noticed", noticed, "s")]
 

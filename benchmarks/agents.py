@@ -4,9 +4,9 @@
 
 Both sides multiply with a calculator, in two turns: `recipes/calculator.py` through the endpoint,
 and an environment with the same tool, whose dialogues take turns together. The sides are processes
-that take turns, and each of their searches holds the same number of sessions. `--before` is a
-checkout of commit 352d55a, whose dialogues came before the endpoint. A further row has a program
-that pauses for half a second on average before each call.
+that take turns, and each of their searches holds the same number of sessions. A further row has a
+program that pauses for half a second on average before each call. `--before` is a checkout of an
+earlier commit, 1c9a7b78 or later, whose own `_agents.py` holds its dialogues with an environment.
 """
 
 from __future__ import annotations
@@ -50,16 +50,18 @@ def main() -> None:
 
 
 def rows(rates: dict[str, list[float]]) -> list[Row]:
-    """Return what is compared: with the lock step of the earlier commit, if it was measured."""
+    """Return what is compared: with dialogues of the earlier commit, if they were measured."""
     peer = "before" if "before" in rates else "environment"
-    lock_step = "in lock step, an earlier commit" if peer == "before" else "with an environment"
+    dialogues = "with an environment"
+    if peer == "before":
+        dialogues += ", an earlier commit"
     count = PROMPTS * SAMPLES
     ready = f"{count} sessions of a program, all ready"
     pausing = f"{count} sessions of a program that pauses"
     note = "SmolLM2-135M-Instruct, a calculator, 2 turns"
     found = [
         row(
-            ready, rates["endpoint"], "tokens/s", rates[peer], peer_is=lock_step,
+            ready, rates["endpoint"], "tokens/s", rates[peer], peer_is=dialogues,
             ratio_is="ours / peer", goal="ratio >= 0.85", note=note,
         ),
         row(
@@ -71,7 +73,7 @@ def rows(rates: dict[str, list[float]]) -> list[Row]:
         found.append(
             row(
                 f"{count} dialogues with an environment", rates["environment"], "tokens/s",
-                rates[peer], peer_is=lock_step, ratio_is="ours / peer", goal="ratio >= 0.95",
+                rates[peer], peer_is=dialogues, ratio_is="ours / peer", goal="ratio >= 0.95",
                 note=note,
             )
         )  # fmt: skip
@@ -82,9 +84,10 @@ class Side:
     """A process that holds sessions when it is told to."""
 
     def __init__(self, name: str, folder: str, model: str) -> None:
-        command = [sys.executable, str(ROOT / "benchmarks" / "_agents.py"), name, model]
+        script = f"{folder}/benchmarks/_agents.py"
+        side = "environment" if name == "before" else name
         self._process = subprocess.Popen(
-            [*command, str(PROMPTS), str(SAMPLES)],
+            [sys.executable, script, side, model, str(PROMPTS), str(SAMPLES)],
             env={**os.environ, "PYTHONPATH": folder}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip

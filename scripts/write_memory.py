@@ -26,7 +26,8 @@ from transformers import (
 from tba.config.plugins import with_defaults
 from tba.config.schema import Config, load
 from tba.setup.machine import planned_machine
-from tba.setup.memory import MemoryEstimate, ModelSizes
+from tba.setup.memory import MemoryEstimate
+from tba.setup.sizes import ModelSizes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "scaling.md"

@@ -3,9 +3,9 @@
 `Child("package.module:function", *arguments)` calls the function in a new process with its own
 session: Ctrl-C does not reach it, and a kill reaches its whole group. Standard input links the
 child to its parent. It carries only the arguments; when its other end closes, the parent has ended.
-To react, the function calls `scoring.child.kill_with_parent` (the kernel ends the group at once) or
-`wait_for_parent` (in a thread, if it has other work). Further messages to a child need a separate
-descriptor, see `pass_fds`.
+To react, the function calls `scoring.worker.kill_with_parent` (the kernel ends the group at once)
+or `wait_for_parent` (in a thread, if it has other work). Further messages to a child need a
+separate descriptor, see `pass_fds`.
 """
 
 import json

@@ -314,7 +314,7 @@ def list_plugins(
 ) -> None:
     """List plug-ins and config tables, the options or keys of one of them, or runs."""
     if name == "runs":
-        from tba.runs.state import table_of
+        from tba.runs.status import table_of
 
         print(printable("\n".join(table_of(folder))))
         return

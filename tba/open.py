@@ -19,7 +19,7 @@ from tba.offline.rollouts import described, read_rollouts, with_reference
 from tba.replay.buffer import ReplayBuffer
 from tba.run import Run
 from tba.runs import checkpoint
-from tba.runs.console import Console
+from tba.runs.console import Console, silent
 from tba.runs.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -32,13 +32,13 @@ from tba.runs.folder import (
     write_json,
 )
 from tba.runs.generations import generations, how_to_resume, recover
-from tba.runs.stop import Stop
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.placement import Place, gpu_count, places_on_one_machine, reuse_memory, take_gpu
+from tba.runtime.placement import Place, places_on_one_machine, reuse_memory, take_gpu
 from tba.search.prompts import SearchState
 from tba.setup.checks import check_step, placed
 from tba.setup.setup import RunSetup, check
+from tba.stop import Stop
 from tba.streams import Use, generator
 from tba.tasks._memory import InMemoryData
 from tba.types import Group
@@ -93,7 +93,7 @@ def open_trainer(
 
 def open_searchers(
     job: SearchJob, place: Place, cluster: "Cluster | None", trainer: Trainer,
-    stop: Stop, search: SearchState, step: int,
+    search: SearchState, step: int,
 ) -> Searchers:  # fmt: skip
     """Open the searchers of the runtime, with the weights that they had at this step."""
     bf16 = trainer.computes_in_bf16
@@ -101,18 +101,18 @@ def open_searchers(
         from tba.runtime.ray import RaySearchers
 
         newest = trainer.send(step) if step or job.setup.held_out else None
-        return RaySearchers(job, cluster, bf16, lambda: stop.requested, search, newest)
+        return RaySearchers(job, cluster, bf16, search, newest)
     job.tell("loading the models of the searcher")
     from tba.runtime.local import LocalSearchers
 
-    every = job.settings.publish_every
+    every = job.setup.config.runtime.publish_every
     version = search.weights and search.weights.version
     # a run on Ray saves no weights, and a publication may have failed
     if (version is None and step >= every) or (step and step % every == 0 and version != step):
         search = replace(search, weights=trainer.send(step).payload)
     lent = trainer.policy.model if isinstance(trainer, SingleTrainer) else None
     searcher = job.setup.build(place.device, bf16, lent)
-    return LocalSearchers(job, searcher, search, lambda: stop.requested, stop.interrupting)
+    return LocalSearchers(job, searcher, search)
 
 
 def run(
@@ -210,7 +210,7 @@ def _open_console(config: Config, stop: Stop, closing: ExitStack) -> Console:
     """Return the console that `log.console` asks for."""
     steps = config.run.steps
     if config.log.console == "off":
-        return Console(steps, lambda line: None)
+        return Console(steps, silent)
     if config.log.console == "auto" and sys.stdout.isatty():
         from rich.console import Console as Screen
 
@@ -239,7 +239,8 @@ def _assemble(
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
     free = place.device
     if cluster and cluster.ranks and free != "cpu":
-        free = f"cuda:{gpu_count() - 1}"  # no rank uses the last one: searchers need at least one
+        # no rank uses the last one: searchers need at least one
+        free = f"cuda:{torch.cuda.device_count() - 1}"
     if stored is not None:
         progress, search = checkpoint.restore(stored, trainer, buffer)
         check_step(progress.step, c)
@@ -256,8 +257,8 @@ def _assemble(
         console.note(described(rollouts, c))
     for line in [setup.counts, *(f"note: {note}" for note in setup.notes), *setup.endings]:
         console.note(line)
-    job = SearchJob(setup.search_setup(), stream, console.phase)
-    searchers = open_searchers(job, place, cluster, trainer, stop, search, progress.step)
+    job = SearchJob(setup.search_setup(), stream, console.phase, stop)
+    searchers = open_searchers(job, place, cluster, trainer, search, progress.step)
     closing.callback(searchers.close)
     run = Run(
         parts=setup,

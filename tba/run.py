@@ -17,7 +17,8 @@ from tba.errors import (
     TrainerLost,
     WrongReference,
 )
-from tba.learn import Trainer, TrainerSizes, before_weights_change
+from tba.learn import Trainer, TrainerSizes
+from tba.learn.trainer import before_weights_change
 from tba.replay.buffer import Pace, ReplayBuffer
 from tba.runs import checkpoint
 from tba.runs.console import Console
@@ -37,13 +38,13 @@ from tba.runs.folder import (
 )
 from tba.runs.generations import how_to_resume
 from tba.runs.journal import Journal
-from tba.runs.stop import Stop
 from tba.runs.summary import Summary, Tracker, by_source, record_session
 from tba.runs.warn import RunWarning, Warnings
-from tba.runtime import Searchers
-from tba.runtime.deadline import search_errors
+from tba.runtime import Searchers, search_errors
 from tba.search.prompts import SearchState
+from tba.search.result import timed
 from tba.setup.setup import TRAINED_ON, RunSetup
+from tba.stop import Stop
 from tba.streams import Use, generator
 from tba.tasks._digests import changed
 from tba.types import Group, collate
@@ -124,6 +125,8 @@ class Run:
         self.step = progress.step  # optimizer steps done
         self.began = progress.step  # step at which this session began
         self.pace = Pace(c.max_reuse, progress.pace, c.reuse_window)
+        self.fresh = c.fresh  # groups to wait for at each step
+        self.groups = c.trainer.groups  # of a batch
         self.missing = progress.missing  # groups to wait for: the first fill, or after a stop
         self.evaluating = progress.evaluating  # evaluations requested but not logged
         # unfinished evaluations by the step of their request: version, and seconds of the train
@@ -153,17 +156,17 @@ class Run:
     def sample(self) -> list[Group]:
         self.console.phase("training")
         t = self.config.trainer
-        strategy = self.parts.strategy
-        self.missing = self.config.fresh
+        self.missing = self.fresh
         self.pace.drew(t.batch_size, self.buffer.counts["added"])
-        return self.buffer.sample(t.groups, t.group_size, strategy, now=self.step, rng=self.rng)
+        strategy = self.parts.strategy
+        return self.buffer.sample(self.groups, t.group_size, strategy, self.step, self.rng)
 
     def gather(self, at_least: int) -> list[Group]:
         """Return the groups for the buffer; fewer than `at_least` only after a stop.
 
         With a constant lag, the newest ones are held back.
         """
-        behind = (self.config.runtime.lag or 0) * self.config.trainer.groups
+        behind = (self.config.runtime.lag or 0) * self.groups
         missing = at_least + behind - len(self.delayed)
         with search_errors("the search failed"):
             self.delayed.extend(self.searchers.gather(max(0, missing)))
@@ -173,7 +176,7 @@ class Run:
     def collect(self, wait: str = "waited") -> None:
         """Store new groups, and wait for those that the next step needs; `wait` names the timer."""
         for _ in range(MAX_SHORT_SEARCHES):
-            with self.tracker.timed(wait):
+            with timed(wait, *self.tracker.sums):
                 groups = self.gather(self._awaited())
             self.missing = max(0, self.missing - len(groups))
             self.buffer.add(groups, now=self.step)
@@ -193,7 +196,8 @@ class Run:
         return max(self.missing, -(-samples // c.sampling.samples))
 
     def publish(self) -> None:
-        with self.tracker.timed("synced"), search_errors("the weights could not be published"):
+        problem = "the weights could not be published"
+        with timed("synced", *self.tracker.sums), search_errors(problem):
             self.searchers.publish(self.trainer, version=self.step)
 
     def reset_reference(self) -> None:
@@ -221,8 +225,8 @@ class Run:
 
     def log_step(self, metrics: dict[str, float], groups: list[Group]) -> None:
         """Write the metrics of a step, and a group if one is due."""
-        if self.step == self.began + 1:
-            self.keep_config()
+        if self.step == self.began + 1:  # settings may have changed
+            write_json(self.folder / CONFIG, self.config.nested())
             (self.folder / SUMMARY).unlink(missing_ok=True)  # of an earlier session
         stats = self.searchers.stats
         scored = self.tracker.scored(stats)
@@ -295,14 +299,10 @@ class Run:
             self.journal.scores(e.version, e.requested, e.prompts, e.by_prompt)
             self.console.evaluation(e)
 
-    def keep_config(self) -> None:
-        """Store this session's config, which may have changes, as the run's config."""
-        write_json(self.folder / CONFIG, self.config.nested())
-
     def begin(self, note: str, sizes: TrainerSizes) -> None:
         """Record this session; if a `note` says that stored samples changed, save them first."""
         if note:
-            self.keep_config()
+            write_json(self.folder / CONFIG, self.config.nested())
             self.save()
             self.checkpoints.wait()
         write_json(self.folder / DIGESTS, self.parts.digests)

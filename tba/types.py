@@ -1,6 +1,6 @@
 """Data types of the package, from a prompt to a batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -109,18 +109,6 @@ class Completion(Response):
         if np.isnan(self.logp).any():
             raise NotFinite(version=int(self.versions[np.isnan(self.logp).argmax()]))
 
-    def shortened(self, limit: int) -> "Completion":
-        """Return the completion truncated to `limit` tokens."""
-        if len(self.tokens) <= limit:
-            return self
-        return replace(
-            self,
-            tokens=self.tokens[:limit],
-            logp=self.logp[:limit],
-            finished=False,
-            switches=tuple(switch for switch in self.switches if switch[0] < limit),
-        )
-
     def rewarded(self, reward: float, ref_logp: Float32[np.ndarray, " T"]) -> "Trajectory":
         """Return the trajectory with this reward and these log-probs under the reference."""
         return Trajectory(
@@ -159,16 +147,8 @@ class Trajectory(Response):
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the lag of each sampled token when the trainer has done `step` steps."""
-        lags = lag(step, self.versions)
+        lags = step - self.versions
         return lags if self.sampled is None else lags[self.sampled]
-
-
-Versions = TypeVar("Versions", int, np.ndarray)
-
-
-def lag(step: int, version: Versions) -> Versions:
-    """Return the age in steps of weights of this version when the trainer has done `step` steps."""
-    return step - version
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:
@@ -182,33 +162,6 @@ def marks_of(response: Response) -> UInt8[np.ndarray, " T"]:
     if response.marks is None:
         return np.full(len(response.tokens), SAMPLED, np.uint8)
     return response.marks
-
-
-def joined(
-    before: Completion, given: Int32[np.ndarray, " G"], turn: Completion, restart: bool = False
-) -> Completion:
-    """Return a completion followed by given tokens and the policy's next turn.
-
-    With `restart`, the given tokens begin a new context.
-    """
-    own = before.versions
-    last = own[-1] if len(own) else turn.version
-    versions = np.concatenate([own, np.full(len(given), last, np.int32), turn.versions])
-    between = np.full(len(given), GIVEN, np.uint8)
-    between[: int(restart)] = RESTART
-    marks = np.concatenate([marks_of(before), between, marks_of(turn)])
-    return Completion(
-        tokens=np.concatenate([before.tokens, given, turn.tokens]),
-        logp=np.concatenate([before.logp, np.zeros(len(given), np.float32), turn.logp]),
-        finished=turn.finished,
-        version=int(versions[0]),
-        switches=switches_of(versions),
-        marks=None if (marks == SAMPLED).all() else marks,
-    )
-
-
-NO_TOKENS = np.zeros(0, np.int32)
-NOTHING = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
 
 
 @dataclass(frozen=True)
@@ -274,6 +227,23 @@ class TokenBatch:
         """Return the same groups with only these responses in each."""
         tensors = self.tensors().items()
         return replace(self, **{n: x[:, k] for n, x in tensors if not n.startswith("prompt_")})
+
+    def pieces(self: AnyBatch, token_budget: int, share_prompt: bool) -> Iterator[AnyBatch]:
+        """Yield pieces along K, each of at most `token_budget` tokens if possible.
+
+        Without `share_prompt`, each response has its own copy of the prompt.
+        """
+        prompts = len(self) * int(self.prompt_mask.sum(-1).max())
+        again = prompts if not share_prompt or self.restarts.any() else 0
+        start = 0
+        tokens = 0
+        for k, added in enumerate((self.present.sum((0, 2)) + again).tolist()):
+            if k > start and prompts + tokens + added > token_budget:
+                yield self.slice(slice(start, k))
+                start = k
+                tokens = 0
+            tokens += added
+        yield self.slice(slice(start, self.samples))
 
     def to(self: AnyBatch, device: torch.device) -> AnyBatch:
         moved = {n: x.to(device, non_blocking=True) for n, x in self.tensors().items()}

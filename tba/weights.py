@@ -151,7 +151,7 @@ def read_weights(file: Path) -> Weights | None:
     return Weights(plain["version"], arrays, probe)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Publication:
     """Handle to weights sent to all searchers; `Transport.receive` returns the weights."""
 

@@ -45,7 +45,8 @@ from tba.config.schema import Config, load
 from tba.engines._batch import GenerationOutput, GenerationRequest
 from tba.learn.policy import Policy
 from tba.learn.trainer import SingleTrainer
-from tba.models.pretrained import Tokenizer, load_model
+from tba.models.pretrained import load_model
+from tba.models.tokenizer import Tokenizer
 from tba.open import open_run, run
 from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer

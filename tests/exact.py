@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba.config.schema import Config, load
 from tba.learn.policy import Policy
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.strategies import Columns, by_count
 from tba.types import Completion, Group, Trajectory, collate

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tba.child import MARK, STOPS, Child, clean_up, wait_for_parent
-from tba.scoring.child import kill_with_parent
+from tba.scoring.worker import kill_with_parent
 
 SECONDS = 20.0
 """Deadline of every wait in these tests."""

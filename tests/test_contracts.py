@@ -27,7 +27,8 @@ from tba.engines import Engine
 from tba.engines.scripted import Scripted
 from tba.engines.transformers import Transformers
 from tba.learn.policy import Policy
-from tba.models.pretrained import Tokenizer, load_model, load_text
+from tba.models.pretrained import load_model, load_text
+from tba.models.tokenizer import Tokenizer
 from tba.objectives import Loss
 from tba.prompt import Answer, Prompt
 from tba.replay.buffer import ReplayBuffer

@@ -16,7 +16,7 @@ import yaml
 from conftest import module_at
 
 from tba import run
-from tba.config.plugins import resolve_all, with_defaults
+from tba.config.plugins import resolved, with_defaults
 from tba.config.schema import Config
 from tba.runs.metrics import PANELS, SECTIONS
 
@@ -83,7 +83,7 @@ def test_the_configs_of_the_scaling_page_are_accepted():
     assert len(tables) >= 6
     for text in tables:
         config = Config(**tomllib.loads(text))
-        resolve_all(config)
+        resolved(config)
         assert config.policy.lora is None or config.trainer.learning_rate == 3e-4
 
 
@@ -93,7 +93,7 @@ def test_the_configs_that_are_to_be_copied_are_accepted(page):
     whole = [text for text in tables if "[policy]" in text]
     assert whole
     for text in whole:
-        resolve_all(Config(**tomllib.loads(text)))
+        resolved(Config(**tomllib.loads(text)))
 
 
 def test_the_cluster_of_the_scaling_page_is_one_of_kuberay():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
-    {"types", "prompt", "errors", "display", "config", "streams", "child"},
+    {"types", "prompt", "errors", "display", "config", "streams", "child", "stop"},
     {"weights", "objectives", "strategies", "engines", "tasks", "selections", "models"},
     {"learn", "replay"},
     {"scoring"},
@@ -96,7 +96,7 @@ def test_import_tba_is_light():
 
 
 def test_a_child_imports_the_standard_library_only():
-    libraries = imported_by("tba.scoring.child") - imported_by("sys") - {"tba"}
+    libraries = imported_by("tba.scoring.worker") - imported_by("sys") - {"tba"}
     assert libraries <= sys.stdlib_module_names
 
 

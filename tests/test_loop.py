@@ -12,7 +12,7 @@ from build import config, end_alike, newest_files, replayed, resumes_exactly
 from safetensors.torch import load_file
 
 import tba
-import tba.runs.stop
+import tba.stop
 from tba.cli import _config
 from tba.config.schema import load
 from tba.engines.transformers import Transformers
@@ -146,7 +146,7 @@ def test_any_error_of_a_searcher_is_raised_after_the_run_has_been_saved(
 
 def test_a_signal_ends_what_is_generated(tiny_model, tmp_path, monkeypatch):
     """The first evaluation, the first fill or a search between two steps: it is repeated."""
-    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
+    monkeypatch.setattr(tba.stop, "TWICE", 0.01)
     generate, settings = Transformers.generate, ("run.steps=6", "runtime.prompts_per_task=1")
     calls = call = 0
     run(config(tiny_model, tmp_path / "whole", *settings))

@@ -19,7 +19,7 @@ from tba.learn.optimizer import REST
 from tba.learn.policy import Policy
 from tba.models.lora import load_placed
 from tba.runs.generations import generations
-from tba.setup.memory import group, kept, sizes_of
+from tba.setup.sizes import group, kept, sizes_of
 from tba.types import TokenBatch, collate_tokens
 from tba.weights import trained
 

@@ -10,15 +10,15 @@ import time
 import psutil
 import pytest
 
-import tba.runs.stop
-from tba.runs.stop import Stop
+import tba.stop
+from tba.stop import Stop
 
 SCHEDULED = 4.0
 """Seconds in which a process of a busy machine notices that it should end."""
 
 IN_A_LONG_CALL = """
 import hashlib, sys
-from tba.runs.stop import Stop
+from tba.stop import Stop
 with Stop() as stop:
     print("here", flush=True)
     while not stop.requested:
@@ -44,7 +44,7 @@ class Repeats(io.StringIO):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_asks_also_if_it_comes_twice_at_once(number, monkeypatch):
     """`timeout` sends it to its child, and then to the group."""
-    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
+    monkeypatch.setattr(tba.stop, "TWICE", 0.01)
     monkeypatch.setattr(sys, "stderr", Repeats(number))
     before = signal.getsignal(number)
     with Stop() as stop:

@@ -19,9 +19,9 @@ from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, read
-from tba.runs.stop import Stop
 from tba.scoring.verdicts import MAX_REWARD, Rejected
 from tba.setup.setup import check
+from tba.stop import Stop
 from tba.tasks._data import rows
 
 # Rewards

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from tba.config.mistakes import about
-from tba.models.decoding import before_stop, decode
-from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import Roles, normalised, text_of
+from tba.models.tokenizer import Encode, Tokenizer, before_stop, decode
 from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import GIVEN, RESTART, SAMPLED, Completion, Trajectory

@@ -32,7 +32,7 @@ from tba.agents.chat import Chat, check_stop
 from tba.agents.session import OpenSession, PendingReply, RequestContext, Session, Turns
 from tba.agents.wire import ChatRequest, RefusedError, TokenStream
 from tba.engines import Engine
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import AgentProcess, EventLoop
 from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict

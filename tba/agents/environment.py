@@ -10,7 +10,7 @@ import numpy as np
 from tba.agents.chat import Chat, ToolCall, chat_of
 from tba.agents.session import Session
 from tba.engines import Engine
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.scoring.scoring import Environment, Scoring
 from tba.scoring.verdicts import Reason, Rejected, Responses, ToolResult, Verdict

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Int32
 
 from tba.agents.chat import CALL, Chat
 from tba.agents.wire import ChatRequest, RefusedError, completion, message_of
@@ -24,7 +25,7 @@ from tba.errors import EngineError
 from tba.models.template import THOUGHTS, normalised, text_of, with_names
 from tba.prompt import Message
 from tba.streams import Use, seed_of
-from tba.types import NO_TOKENS, NOTHING, Completion, Sampling, Turn, joined
+from tba.types import GIVEN, RESTART, SAMPLED, Completion, Sampling, Turn, marks_of, switches_of
 
 History = Literal["append", "template"]
 """How the policy sees the past: as its own tokens, or as the chat template renders it."""
@@ -39,6 +40,7 @@ IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change its content."""
 REPLY = ("role", "content", "tool_calls")
 """Keys of a reply that are compared; clients add others."""
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Session:
         Each further context is a restart. A reply that several contexts share counts as sampled in
         the first of them, and as given in the others.
         """
-        whole = NOTHING
+        whole = Completion(NO_TOKENS, np.zeros(0, np.float32), False, 0)
         given: list[np.ndarray] = []
         known: set[Exchange] = set()
         for leaf in self._leaves():
@@ -218,6 +220,29 @@ class Session:
         followed = {exchange.asked.after for exchange in self.exchanges}
         leaves = [exchange for exchange in self.exchanges if exchange not in followed]
         return sorted(leaves, key=lambda leaf: self.exchanges.index(leaf.path[0]))
+
+
+def joined(
+    before: Completion, given: Int32[np.ndarray, " G"], turn: Completion, restart: bool = False
+) -> Completion:
+    """Return a completion followed by given tokens and the policy's next turn.
+
+    With `restart`, the given tokens begin a new context.
+    """
+    own = before.versions
+    last = own[-1] if len(own) else turn.version
+    versions = np.concatenate([own, np.full(len(given), last, np.int32), turn.versions])
+    between = np.full(len(given), GIVEN, np.uint8)
+    between[: int(restart)] = RESTART
+    marks = np.concatenate([marks_of(before), between, marks_of(turn)])
+    return Completion(
+        tokens=np.concatenate([before.tokens, given, turn.tokens]),
+        logp=np.concatenate([before.logp, np.zeros(len(given), np.float32), turn.logp]),
+        finished=turn.finished,
+        version=int(versions[0]),
+        switches=switches_of(versions),
+        marks=None if (marks == SAMPLED).all() else marks,
+    )
 
 
 @dataclass(eq=False)

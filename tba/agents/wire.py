@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
 from tba.config.tables import Count, NotNegative, Positive, PositiveShare, Texts
-from tba.models.decoding import BYTE, INCOMPLETE
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import BYTE, INCOMPLETE, Tokenizer
 from tba.prompt import Message
 from tba.types import Completion, Sampling
 

@@ -275,22 +275,11 @@ def _place(value: Any, error: ErrorDetails) -> tuple[str, ...]:
     return tuple(keys)
 
 
-@dataclass(frozen=True)
-class Plugins:
-    task: Plugin
-    engine: Plugin
-    objective: Plugin
-    strategy: Plugin
-    selection: Plugin
+def resolved(config: ConfigTables, tables: Collection[str] = tuple(PLUGGED)) -> list[Plugin]:
+    """Return the plug-ins that these tables name, in the order of `PLUGGED`.
 
-
-def resolve_all(config: ConfigTables) -> Plugins:
-    """Find the five plug-ins of a config and check their options; ValueError if one is wrong."""
-    return Plugins(*resolved(config, PLUGGED))
-
-
-def resolved(config: ConfigTables, tables: Collection[str]) -> list[Plugin]:
-    """Return the plug-ins that these tables name; ValueError if one is wrong."""
+    ValueError if one is unknown, or has a wrong option.
+    """
 
     def of_table(table: str) -> Plugin:
         given: PluginTable = getattr(config, table)

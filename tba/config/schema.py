@@ -244,6 +244,16 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
     together(*(partial(read, each) for each in settings), partial(assign_all, plain, values))
 
 
+def by_key(name: str, table: Any) -> dict[str, Any] | None:
+    """Return the values of a table by `table.key`; None if it is not a table.
+
+    A text in place of a plug-in's table is its `use`.
+    """
+    if isinstance(table, Mapping):
+        return {f"{name}.{key}": value for key, value in table.items()}
+    return {f"{name}.use": table} if name in PLUGGED else None
+
+
 def assign_all(plain: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set each `table.key`; the value None removes a key.
 

@@ -1,6 +1,5 @@
 """The tables of a config: every key with its type, default and meaning."""
 
-from collections.abc import Mapping
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -37,16 +36,6 @@ PLUGGED = {
 """The tables that name a plug-in, and the folder of each."""
 FILLED_IN = {"given": True}
 """Metadata of a plug-in's field that the run fills in; the other fields are its options."""
-
-
-def by_key(name: str, table: Any) -> dict[str, Any] | None:
-    """Return the values of a table by `table.key`; None if it is not a table.
-
-    A text in place of a plug-in's table is its `use`.
-    """
-    if isinstance(table, Mapping):
-        return {f"{name}.{key}": value for key, value in table.items()}
-    return {f"{name}.use": table} if name in PLUGGED else None
 
 
 def _single(value: Any) -> Any:
@@ -294,6 +283,11 @@ class TrainerTable(Table):
     def pass_tokens(self) -> int:
         """Tokens per pass: `token_budget`, which the setup of a run sets to a number."""
         return PASS_TOKENS if self.token_budget == "auto" else self.token_budget
+
+    @property
+    def reference_tokens(self) -> int:
+        """Tokens per pass of the reference, which needs no whole group at once, as a loss does."""
+        return min(self.pass_tokens, PASS_TOKENS)
 
     def warmup(self, steps: int) -> int:
         """Return the number of warm-up steps in a run of `steps` steps."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from tba.config.schema import Config
 from tba.config.tables import FILLED_IN, LOGP_NOISE_BF16, LOGP_NOISE_FP32, EngineTable, PolicyTable
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.types import Completion, Sampling, Turn
 from tba.weights import Weights
 

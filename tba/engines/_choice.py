@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tba.models.decoding import INCOMPLETE, decode
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import INCOMPLETE, Tokenizer, decode
 from tba.types import Sampling
 
 

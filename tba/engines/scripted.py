@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from tba.engines import Engine
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.types import Completion, Sampling, Turn
 from tba.weights import Weights
 

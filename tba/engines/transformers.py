@@ -113,7 +113,7 @@ class Transformers(Engine):
             with self.lend(), self._precision():
                 batch = self._batch(prompts, uniform, taken[0].sampling, taken)
             for place, completion in zip(chain(*contexts), chain(*batch), strict=True):
-                completions[place] = completion.shortened(turns[place].sampling.max_tokens)
+                completions[place] = shortened(completion, turns[place].sampling.max_tokens)
         return [completions[place] for place in range(len(turns))]
 
     def load_weights(self, weights: Weights) -> float | None:
@@ -295,6 +295,19 @@ def _together(turns: Sequence[Turn], room: int, most: int) -> Iterator[list[list
                 (left if full or not fits else taken).append(places)
             yield taken
             waiting = left
+
+
+def shortened(completion: Completion, limit: int) -> Completion:
+    """Return a completion truncated to `limit` tokens."""
+    if len(completion.tokens) <= limit:
+        return completion
+    return replace(
+        completion,
+        tokens=completion.tokens[:limit],
+        logp=completion.logp[:limit],
+        finished=False,
+        switches=tuple(switch for switch in completion.switches if switch[0] < limit),
+    )
 
 
 def random_numbers(seed: int | Sequence[int], *shape: int) -> Float[np.ndarray, "..."]:

@@ -1,14 +1,11 @@
 """Contract of a trainer: everything that loop, checkpoint and runtime know about it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import extract_tb
 from typing import Protocol
 
 from tba.config.schema import Config
-from tba.errors import StepError, WrongReference
 from tba.types import Batch
 from tba.weights import Publication
 
@@ -71,19 +68,3 @@ class Trainer(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore a state that `save` wrote; ValueError, before any change, for another model."""
-
-
-@contextmanager
-def before_weights_change(step: int) -> Iterator[None]:
-    """Wrap the part of a step before any weight changes: errors in it become StepError."""
-    try:
-        yield
-    except (StepError, WrongReference):
-        raise
-    except Exception as error:  # from an objective or a strategy, or out of memory
-        line = extract_tb(error.__traceback__)[-1]
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        why = f"{kind}{str(error).strip().partition(chr(10))[0]}"
-        if "allocate" in why:
-            why += "; lower trainer.token_budget, or set policy.gradient_checkpointing=true"
-        raise StepError(f"step {step + 1}: {why} ({line.filename}, line {line.lineno})") from error

@@ -1,22 +1,18 @@
-"""Checks of a policy before its first step and of losses; warm-up of compiled layers."""
+"""Checks of a policy before its first step; warm-up of compiled layers."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tba.config.tables import LOGP_NOISE_BF16, LOGP_NOISE_FP32
 from tba.learn.layouts import Layout
 from tba.learn.policy import Policy, token_logp
 from tba.models.forward import check_logits, takes_masks
-from tba.objectives import Loss
 from tba.types import collate_tokens
 
-OWN = ("loss", "step", "time", "requested")
-"""Names of metrics that an objective cannot use."""
 SHORT = 16
 """Tokens of a short prompt or response."""
 
@@ -119,29 +115,3 @@ def warm_up(policy: Policy, context: int) -> None:
         ) from error
     torch.compiler.set_stance("eager_on_recompile")
     policy.zero_grad(set_to_none=True)
-
-
-def checked_loss(objective: str, returned: Any, groups: int, taken: Container[str]) -> Loss:
-    """Return the loss and the metrics that an objective returned; ValueError if one is wrong.
-
-    Each must have one number per group. Names of metrics must not be in `taken`.
-    """
-    name = f"objective {objective}"
-    shape = (groups,)
-    match returned:
-        case (loss, dict(metrics)):
-            pass
-        case _:
-            kind = type(returned).__name__
-            raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
-    for key, value in (("loss", loss), *metrics.items()):
-        if not isinstance(value, Tensor) or value.shape != shape:
-            is_tensor = isinstance(value, Tensor)
-            found = f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r:.80}"
-            raise ValueError(
-                f"{name}: {key} {found}; it must be a tensor {shape}, a number for each group"
-            )
-    for key in metrics:
-        if key in OWN or key in taken or key.startswith("eval/"):
-            raise ValueError(f"{name}: {key} is already a metric of the run; return it as x/{key}")
-    return loss, metrics

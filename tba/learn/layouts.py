@@ -17,7 +17,7 @@ Layout = Literal["packed", "cached", "plain"]
 """packed: a prompt and its responses in one row; cached: the prompt first, then the responses with
 its cache; plain: a row per response, or per context, with the prompt before the first context."""
 
-PASS_TOKENS = 96
+PASS_COST = 96
 """Approximate cost of one more pass through the model, in tokens."""
 
 PACKED_TOKENS = 256
@@ -100,14 +100,14 @@ def _passes(lengths: Int[np.ndarray, " N"]) -> list[list[int]]:
     """Divide responses into passes, given the number of input tokens of each.
 
     Responses of similar length run together, to avoid padding. The division minimises the total
-    number of tokens, where each pass costs PASS_TOKENS more.
+    number of tokens, where each pass costs PASS_COST more.
     """
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]
     longest = lengths[order]
     tokens = np.zeros(1)  # the best division of the first n of `order`, for each n
     starts = [0]
     for n in range(1, len(order) + 1):
-        with_last = tokens + PASS_TOKENS + (n - np.arange(n)) * longest[:n]
+        with_last = tokens + PASS_COST + (n - np.arange(n)) * longest[:n]
         starts.append(int(with_last.argmin()))
         tokens = np.append(tokens, with_last.min())
     parts: list[list[int]] = []

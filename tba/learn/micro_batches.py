@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +12,7 @@ from tba.models import Packing
 from tba.types import AnyBatch, TokenBatch
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Passes over one piece of a micro-batch that all ranks run together."""
 
     layout: Layout | None = None
@@ -41,7 +41,7 @@ def split_batch(
     """
 
     def pieces(groups: Sequence[int]) -> list[TokenBatch]:
-        return list(split_responses(batch.groups(groups), token_budget, share_prompt))
+        return list(batch.groups(groups).pieces(token_budget, share_prompt))
 
     if ranks == 1:
         parts = chunks(batch, token_budget, share_prompt)
@@ -97,21 +97,6 @@ def chunks(batch: TokenBatch, token_budget: int, share_prompt: bool) -> Iterator
             part = []
         part.append(b)
     yield part
-
-
-def split_responses(batch: AnyBatch, token_budget: int, share_prompt: bool) -> Iterator[AnyBatch]:
-    """Yield pieces of a batch along K, each of at most `token_budget` tokens if possible."""
-    prompts = len(batch) * int(batch.prompt_mask.sum(-1).max())
-    again = prompts if not share_prompt or batch.restarts.any() else 0
-    start = 0
-    tokens = 0
-    for k, added in enumerate((batch.present.sum((0, 2)) + again).tolist()):
-        if k > start and prompts + tokens + added > token_budget:
-            yield batch.slice(slice(start, k))
-            start = k
-            tokens = 0
-        tokens += added
-    yield batch.slice(slice(start, batch.samples))
 
 
 def filler(batch: AnyBatch) -> AnyBatch:

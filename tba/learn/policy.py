@@ -114,8 +114,8 @@ class Policy(nn.Module):
         self,
         batch: TokenBatch,
         layout: Layout | None = None,
-        temperature: float | None = None,
         passes: int = 0,
+        temperature: float | None = None,
     ) -> PolicyOutput:
         """Return log-probability and entropy at each sampled token, and the head's output.
 

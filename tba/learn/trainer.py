@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +17,15 @@ from torch import Tensor
 from tba.config.plugins import Plugin
 from tba.config.schema import Config
 from tba.engines import engine_in_bf16
-from tba.errors import NotFinite, WrongReference
-from tba.learn import TrainerSizes, before_weights_change, publish, state
-from tba.learn.checks import check_lengths, checked_loss, warm_up
+from tba.errors import NotFinite, StepError, WrongReference
+from tba.learn import TrainerSizes, publish, state
+from tba.learn.checks import check_lengths, warm_up
 from tba.learn.host import HostCopy
 from tba.learn.micro_batches import (
     MicroBatch,
-    Shape,
     filler,
     imbalance,
     split_batch,
-    split_responses,
 )
 from tba.learn.optimizer import Sums, build_optimizer, learning_rate
 from tba.learn.policy import Policy, PolicyOutput
@@ -34,7 +33,7 @@ from tba.models.forward import compile_layers, enable_gradient_checkpointing, pa
 from tba.models.lora import load_placed
 from tba.models.pretrained import computes_in_bf16
 from tba.models.sharding import fill_model, load_for_ranks, reshard, shard
-from tba.objectives import Objective, group_metrics
+from tba.objectives import Objective, checked_loss, group_metrics
 from tba.streams import Use, seed_of
 from tba.types import Batch, TokenBatch
 from tba.weights import Direct, Publication, Transport, published, trained
@@ -126,23 +125,19 @@ class SingleTrainer:
     """Returns the results of all ranks, given this rank's."""
     transport: Transport = field(default_factory=Direct)
     bf16_weights: bool = field(init=False)  # whether searchers get weights in bf16
-    probe: TokenBatch = field(init=False)  # of the next publication
     optimizer: torch.optim.Optimizer = field(init=False)
     sums: Sums = field(init=False)  # of gradients
     schedule: Any = field(init=False)
     _first_model: str = field(init=False)
+    _last: Batch | None = field(default=None, init=False)  # of the last step
     _free: list[publish.Copy] = field(default_factory=list, init=False)
     _free_rows: list[HostCopy] = field(default_factory=list, init=False)
     _free_states: list[HostCopy] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        setup = self.setup
-        c = setup.config
+        c = self.setup.config
         self.bf16_weights = engine_in_bf16(c.engine, self.computes_in_bf16)
-        # as long as the longest sequence: positions may depend on that
-        longest = len(setup.extremes[1]) + c.sampling.max_tokens - publish.RESPONSE
-        length = max(longest, setup.probe_prompt)
-        self.probe = publish.probe_tokens(setup.extremes, setup.context, length)
+        self.pass_tokens = c.trainer.pass_tokens
         self.optimizer = build_optimizer(self.policy, c.trainer)
         self.sums = Sums(trained(self.policy.model).values())
         self.schedule = learning_rate(self.optimizer, c.trainer, c.run.steps)
@@ -199,10 +194,20 @@ class SingleTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)  # frees memory for an engine on this device
         self.schedule.step()
-        sequences = publish.sequences_of(batch)
-        self.probe = publish.probe_tokens(sequences, self.setup.context, self.setup.probe_prompt)
+        self._last = batch
         metrics["step_time"] = time.perf_counter() - started
         return metrics
+
+    @property
+    def probe(self) -> TokenBatch:
+        """The tokens of the next publication's probe: from the batch of the last step."""
+        s = self.setup
+        if self._last is not None:
+            sequences = publish.sequences_of(self._last)
+            return publish.probe_tokens(sequences, s.context, s.probe_prompt)
+        # as long as the longest sequence: positions may depend on that
+        longest = len(s.extremes[1]) + s.config.sampling.max_tokens - publish.RESPONSE
+        return publish.probe_tokens(s.extremes, s.context, max(longest, s.probe_prompt))
 
     @property
     def computes_in_bf16(self) -> bool:
@@ -221,7 +226,7 @@ class SingleTrainer:
         """Divide a batch over all ranks; every rank computes the same."""
         return split_batch(
             batch,
-            self.setup.config.trainer.pass_tokens,
+            self.pass_tokens,
             self.ranks,
             self.policy.share_prompt,
             packing(self.policy.model),
@@ -289,11 +294,10 @@ class SingleTrainer:
         groups = part.groups[self.rank]
         chunk = batch.groups(groups) if groups else None
         if chunk is not None and len(part.shapes) == 1:
-            return self._loss_of(self._forward(chunk, part.shapes[0]), chunk, batch, objective)
+            return self._loss_of(self.policy(chunk, *part.shapes[0]), chunk, batch, objective)
         pieces: list[Batch] = []
         if chunk is not None:
-            budget = self.setup.config.trainer.pass_tokens
-            pieces += split_responses(chunk, budget, self.policy.share_prompt)
+            pieces += chunk.pieces(self.pass_tokens, self.policy.share_prompt)
         # each pass is a collective of all ranks, so that the number of passes must be the same
         fillers = [filler(batch)] * (len(part.shapes) - len(pieces))
         runs = list(zip(pieces + fillers, part.shapes, strict=True))
@@ -301,23 +305,19 @@ class SingleTrainer:
         leaves: list[list[Tensor]] = [[] for _ in runs]
         if len(runs) > 1:
             with torch.no_grad():
-                outputs = [self._forward(piece, shape) for piece, shape in runs]
+                outputs = [self.policy(piece, *shape) for piece, shape in runs]
             leaves = [[t.requires_grad_() for t in each.differentiable()] for each in outputs]
             if chunk is not None:
                 whole = PolicyOutput.concatenate(outputs[: len(pieces)])
                 result = self._loss_of(whole, chunk, batch, objective)
         for (piece, shape), own in zip(runs, leaves, strict=True):
-            again = self._forward(piece, shape).differentiable()
+            again = self.policy(piece, *shape).differentiable()
             # no gradient: a filler, or a head on the prompt, which the first piece stands for
             slopes = [leaf.grad for leaf in own] or [None] * len(again)
             pairs = zip(again, slopes, strict=True)
             given = [torch.zeros_like(t) if slope is None else slope for t, slope in pairs]
             torch.autograd.backward(again, given)
         return result
-
-    def _forward(self, piece: Batch, shape: Shape) -> PolicyOutput:
-        output: PolicyOutput = self.policy(piece, layout=shape.layout, passes=shape.passes)
-        return output
 
     def _loss_of(
         self, output: PolicyOutput, chunk: Batch, batch: Batch, objective: Objective
@@ -334,3 +334,19 @@ class SingleTrainer:
         return MicroBatchResult(
             {"loss": loss.detach(), **extras, **metrics}, output.tokens, output.padding
         )
+
+
+@contextmanager
+def before_weights_change(step: int) -> Iterator[None]:
+    """Wrap the part of a step before any weight changes: errors in it become StepError."""
+    try:
+        yield
+    except (StepError, WrongReference):
+        raise
+    except Exception as error:  # from an objective or a strategy, or out of memory
+        line = extract_tb(error.__traceback__)[-1]
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        why = f"{kind}{str(error).strip().partition(chr(10))[0]}"
+        if "allocate" in why:
+            why += "; lower trainer.token_budget, or set policy.gradient_checkpointing=true"
+        raise StepError(f"step {step + 1}: {why} ({line.filename}, line {line.lineno})") from error

@@ -3,9 +3,9 @@
 Terms depend only on values at sampled tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,6 +25,8 @@ Taper = Literal["reward", "residual", "none"]
 """Which responses of trajectory balance have the weight min(pi / mu, 1): see `tapered`."""
 MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before exponentiation: e^20 is large enough, and finite."""
+OWN = ("loss", "step", "time", "requested")
+"""Names of metrics that an objective cannot use."""
 MOST_K3 = 10.0
 """Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
 
@@ -240,3 +242,29 @@ def group_metrics(
         "off_policy/log_ratio": moved.abs().mean(1),
         "off_policy/ess": 1 / (batch.samples * squared_weights),
     }
+
+
+def checked_loss(objective: str, returned: Any, groups: int, taken: Container[str]) -> Loss:
+    """Return the loss and the metrics that an objective returned; ValueError if one is wrong.
+
+    Each must have one number per group. Names of metrics must not be in `taken`.
+    """
+    name = f"objective {objective}"
+    shape = (groups,)
+    match returned:
+        case (loss, dict(metrics)):
+            pass
+        case _:
+            kind = type(returned).__name__
+            raise ValueError(f"{name} returned {kind}; it must return (loss, metrics)")
+    for key, value in (("loss", loss), *metrics.items()):
+        if not isinstance(value, Tensor) or value.shape != shape:
+            is_tensor = isinstance(value, Tensor)
+            found = f"has shape {tuple(value.shape)}" if is_tensor else f"is {value!r:.80}"
+            raise ValueError(
+                f"{name}: {key} {found}; it must be a tensor {shape}, a number for each group"
+            )
+    for key in metrics:
+        if key in OWN or key in taken or key.startswith("eval/"):
+            raise ValueError(f"{name}: {key} is already a metric of the run; return it as x/{key}")
+    return loss, metrics

@@ -31,8 +31,9 @@ from tba.agents.wire import check_role
 from tba.config.mistakes import about, choices, relative_to
 from tba.config.schema import Config
 from tba.learn.state import MODEL
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
 from tba.models.template import JSON, text_of
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Message, Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import chosen

@@ -26,7 +26,7 @@ from tba.display import size
 from tba.errors import TrainerLost
 from tba.learn import Trainer, checkpoint_size
 from tba.learn.state import MODEL
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
 from tba.runs.folder import CHECKPOINTS, own_folder, ranked_score, read_evaluations

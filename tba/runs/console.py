@@ -143,6 +143,10 @@ class Console:
         self.note("\n".join(["", *results, *warnings, *details]))
 
 
+def silent(line: str) -> None:
+    """Do not write a line: for `log.console=off`."""
+
+
 def in_a_line(scores: Mapping[str, float]) -> str:
     """Return an evaluation as one line: pass@1 or else the reward, and the task's own metrics."""
     reward = REWARD + (GREEDY if "greedy_reward" in scores else "")

@@ -23,7 +23,6 @@ from tba.runs.folder import (
     read,
     write_whole,
 )
-from tba.types import lag
 
 LONGEST_VALUE = 10_000
 """Maximum number of characters of a column's value in samples.jsonl."""
@@ -188,7 +187,7 @@ class Journal:
         if self._sinks:
             plain = {
                 "columns": json.dumps(row.get("columns", {})),
-                "lag": max(0, lag(step - 1, version)),
+                "lag": max(0, step - 1 - version),
             }
             row.pop("authors", None)
             self._shown.append(row | plain)

@@ -28,7 +28,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.folder import SESSIONS, SUMMARY, open_plain, write_json
 from tba.search.result import SearchStats
 from tba.tasks import Task
-from tba.types import Group, lag
+from tba.types import Group
 
 RECENT = 20
 """Number of steps over which `samples_per_second` is measured."""
@@ -79,6 +79,7 @@ class Tracker:
     def __init__(self) -> None:
         self._total: defaultdict[str, float] = defaultdict(float)
         self._spent: defaultdict[str, float] = defaultdict(float)  # since the last step
+        self.sums = (self._total, self._spent)  # of durations, for `timed`
         self._started: float | None = None
         self._last = time.perf_counter()
         self._before = SearchStats()  # at the last step
@@ -97,22 +98,13 @@ class Tracker:
         yield
         self._total["seconds"], self._started = self.seconds, None
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the duration of a block to the total of this name."""
-        started = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - started
-        self._spent[name] += seconds
-        self._total[name] += seconds
-
     def step(
         self, step: int, groups: Sequence[Group], buffer: ReplayBuffer, stats: SearchStats
     ) -> dict[str, float]:
         """Return the metrics of a step, except the trainer's. Call it at the end of the step."""
         now, total, before = time.perf_counter(), self._total, self._before
         trajectories = [t for g in groups for t in g.trajectories]
-        lags = [lag(step, t.version) for t in trajectories]
+        lags = [step - t.version for t in trajectories]
         spent = {name: seconds - before.seconds[name] for name, seconds in stats.seconds.items()}
         if any(spent.values()):  # otherwise no task has ended, and the share is unchanged
             self._waiting = _waiting_share(spent)

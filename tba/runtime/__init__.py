@@ -1,17 +1,18 @@
 """Runtimes, which run the searchers. `Searchers` is their interface to the train loop."""
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from tba.config.tables import RuntimeTable
-from tba.errors import RewardError, SearchError
+from tba.errors import NoAnswerError, RewardError, SearchError, StepError, TrainerLost
 from tba.learn import Trainer
 from tba.scoring.verdicts import Reason
 from tba.search.prompts import PromptStream, SearchState
 from tba.search.result import Evaluation, SearchStats
 from tba.search.searcher import SearchSetup
+from tba.stop import Stop
 from tba.streams import Use, seed_of
 from tba.types import Group
 from tba.weights import Publication
@@ -30,10 +31,8 @@ class SearchJob:
     stream: PromptStream
     tell: Callable[[str], None] = lambda phase: None
     """Called repeatedly, while the trainer waits, with a description of what it waits for."""
-
-    @property
-    def settings(self) -> RuntimeTable:
-        return self.setup.config.runtime
+    stop: Stop = field(default_factory=Stop)
+    """Once it is requested, nothing waits any longer."""
 
     def search_seed(self, number: int) -> int:
         """Return the seed of the search with this number."""
@@ -42,7 +41,7 @@ class SearchJob:
     def seconds_for(self, groups: int) -> float:
         """Return the deadline in seconds for these groups; the setting is per batch."""
         trainer = self.setup.config.trainer
-        return trainer.deadline * max(1.0, groups / trainer.groups)
+        return trainer.deadline * max(1.0, groups * trainer.group_size / trainer.batch_size)
 
 
 class RejectionMonitor:
@@ -126,3 +125,17 @@ class Searchers(Protocol):
 
     def close(self) -> None:
         """End the search. May be called twice."""
+
+
+@contextmanager
+def search_errors(problem: str) -> Iterator[None]:
+    """Raise errors of searchers as SearchError, prefixed with `problem`: the run is then saved.
+
+    Whatever has happened to searchers, the trainer is intact.
+    """
+    try:
+        yield
+    except (SearchError, NoAnswerError, StepError, TrainerLost):
+        raise
+    except Exception as error:
+        raise SearchError(f"{problem} ({type(error).__name__}): {error}") from error

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError
 from ray.job_config import JobConfig
 from ray.util.placement_group import (
@@ -36,8 +37,8 @@ from tba.config.tables import PolicyTable, RuntimeTable
 from tba.errors import ClusterLostError, EngineError
 from tba.runtime import placement
 from tba.runtime.deadline import Calls, processes_of_ray
-from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
+from tba.runtime.shared_memory import SharedMemory
 from tba.weights import Probe, Publication, Weights, as_view
 
 BUCKET = 2**30
@@ -252,7 +253,7 @@ def _start_private(options: dict[str, Any], processes: int, mark: str, folder: P
         return ray.init(
             "local",
             num_cpus=processes,
-            num_gpus=placement.gpu_count(),
+            num_gpus=torch.cuda.device_count(),
             include_dashboard=False,
             _temp_dir=str(folder / "ray"),  # Ray makes this folder accessible to all users
             # keep objects out of the object store: if it dies, it ends every process that waits

@@ -11,16 +11,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import psutil
 
-from tba.errors import ClusterLostError, NoAnswerError, SearchError, StepError, TrainerLost
+from tba.errors import ClusterLostError
 
 T = TypeVar("T")
 
@@ -29,20 +29,6 @@ EVERY = 0.5
 
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's documented switch: 1 listens on the machine's address, to join a cluster; 0 on loopback."""
-
-
-@contextmanager
-def search_errors(problem: str) -> Iterator[None]:
-    """Raise errors of searchers as SearchError, prefixed with `problem`: the run is then saved.
-
-    Whatever has happened to searchers, the trainer is intact.
-    """
-    try:
-        yield
-    except (SearchError, NoAnswerError, StepError, TrainerLost):
-        raise
-    except Exception as error:
-        raise SearchError(f"{problem} ({type(error).__name__}): {error}") from error
 
 
 class Calls:

@@ -4,8 +4,8 @@ It is bit-reproducible on a CPU, except with agents.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 
@@ -27,18 +27,14 @@ class LocalSearchers:
     the trainer takes a step, copies its weights for the engine, and the engine wakes to load them.
     """
 
-    def __init__(
-        self, job: SearchJob, searcher: Searcher, state: SearchState,
-        stopping: Callable[[], bool], interrupting: Callable[[], AbstractContextManager[None]],
-    ):  # fmt: skip
-        """Load the weights of `state`. A signal ends searches and evaluations `interrupting`."""
+    def __init__(self, job: SearchJob, searcher: Searcher, state: SearchState):
+        """Load the weights of `state`."""
         self.stats = deepcopy(state.stats)
         self._tasks = state.tasks
         self._job = job
+        self._settings = job.setup.config.runtime
         self._stream = job.stream
         self._searcher = searcher
-        self._stopping = stopping
-        self._interrupting = interrupting
         self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._weights: Weights | None = None
         self._reference = state.reference
@@ -54,16 +50,16 @@ class LocalSearchers:
     def gather(self, at_least: int) -> list[Group]:
         deadline = time.monotonic() + self._job.seconds_for(at_least)
         groups = self._found  # part of the state if a search ends the run
-        while len(groups) < at_least and not self._stopping():
+        while len(groups) < at_least and not self._job.stop.requested:
             if time.monotonic() > deadline:
                 few = f"only {len(groups)} of {at_least} groups within trainer.deadline"
                 why = f"rejected since the run began: {dict(self.stats.rejected)}"
                 raise NoAnswerError(f"{few} ({why}); raise that setting")
             self._job.tell(f"generating {len(groups)}/{at_least} prompts")
-            most = self._job.settings.prompts_per_task
+            most = self._settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
             result: SearchResult | None = None
-            with suppress(Interrupted), self._interrupting(), self._work() as searcher:
+            with suppress(Interrupted), self._job.stop.interrupting(), self._work() as searcher:
                 result = searcher.search(prompts, self._job.search_seed(self._tasks))
             if result is None:  # a resumed run searches these prompts first
                 break
@@ -75,7 +71,7 @@ class LocalSearchers:
             groups += result.groups
         self._found = []
         # after a stop, requests of an engine may still run, for which `sleep` would wait
-        if self._job.settings.colocate == "sleep" and not (self._asleep or self._stopping()):
+        if self._settings.colocate == "sleep" and not (self._asleep or self._job.stop.requested):
             self._asleep = True  # first: after a failure, the engine is woken up
             self._searcher.engine.sleep(keep=self._weights is None)  # otherwise reloaded
         return groups
@@ -121,7 +117,7 @@ class LocalSearchers:
             searcher.reference.load_weights(sent.payload)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
-        with suppress(Interrupted), self._interrupting(), self._work() as searcher:
+        with suppress(Interrupted), self._job.stop.interrupting(), self._work() as searcher:
             evaluation = evaluate_held_out(searcher, tell=self._job.tell)
             self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version

@@ -79,10 +79,6 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def gpu_count() -> int:
-    return torch.cuda.device_count()
-
-
 def take_gpu(device: str, expands: bool = True) -> None:
     """Make a GPU the current device of this process, to which quantised models are loaded.
 
@@ -95,7 +91,7 @@ def take_gpu(device: str, expands: bool = True) -> None:
 
 def device_here() -> str:
     """Return this process's device: the first visible GPU, because Ray hides the others."""
-    return "cuda:0" if gpu_count() else "cpu"
+    return "cuda:0" if torch.cuda.device_count() else "cpu"
 
 
 def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
@@ -156,7 +152,7 @@ def needs(
 
 def check_here(kind: str, total: int, ranks: int) -> None:
     """Raise ValueError if this process would train on its CPU although Ray has GPUs elsewhere."""
-    if kind == "GPU" and ranks == 1 and gpu_count() == 0:
+    if kind == "GPU" and ranks == 1 and torch.cuda.device_count() == 0:
         raise ValueError(
             f"Ray has {total} GPUs, and this machine, on which the trainer would run, has none that"
             " PyTorch can use: start the run on a machine of the cluster with a GPU, or set"

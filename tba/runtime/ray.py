@@ -39,11 +39,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RayTaskEr
 from tba.errors import EngineError, NoAnswerError, NotFinite, SearchError
 from tba.learn import Trainer
 from tba.prompt import Prompt
-from tba.runtime import RejectionMonitor, SearchJob
+from tba.runtime import RejectionMonitor, SearchJob, search_errors
 from tba.runtime.actor import SearcherActor
 from tba.runtime.cluster import Cluster, Slot, folders, is_lost
-from tba.runtime.deadline import search_errors
-from tba.runtime.memory import receive_mapped
 from tba.runtime.pool import (
     CONTROL,
     POLL,
@@ -55,6 +53,7 @@ from tba.runtime.pool import (
     ended,
     received,
 )
+from tba.runtime.shared_memory import receive_mapped
 from tba.search.prompts import SearchState
 from tba.search.result import Evaluation, SearchResult, SearchStats
 from tba.types import Group
@@ -71,15 +70,13 @@ class RaySearchers:
         job: SearchJob,
         cluster: Cluster,
         bf16: bool,
-        stopping: Callable[[], bool],
         state: SearchState,
         newest: Publication | None,
     ):
         self._job = job
-        self._settings = job.settings
+        self._settings = job.setup.config.runtime
         self._stream = job.stream
-        self._stopping = stopping
-        self._in_flight = job.settings.concurrent_searches + 1
+        self._in_flight = self._settings.concurrent_searches + 1
         self._rejections = RejectionMonitor(job.setup.config.reward.max_rejected)
         self._calls = cluster.connection.calls
         self._transport = cluster.transport
@@ -96,13 +93,13 @@ class RaySearchers:
         self._searching = False  # started by `gather`, after requested evaluations
         self._closing = False
         self._failure: Exception | None = None
-        self._pool = Pool(self._begin, job.settings, self._calls)
+        self._pool = Pool(self._begin, self._settings, self._calls)
         self._pool.newest = newest
         self._reference: Weights | None = None
         if state.reference is not None:
             self.reset_reference(resend(state.reference, self._transport))
         self._pool.fill(cluster.searchers)
-        self._publisher = Publisher(self._publish, self._fail, job.settings.task_deadline)
+        self._publisher = Publisher(self._publish, self._fail, self._settings.task_deadline)
         self._collector = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._collector.start()
 
@@ -235,7 +232,7 @@ class RaySearchers:
         """Wait, holding the condition, until `enough()` or a stop; raise a failure."""
         deadline = time.monotonic() + seconds
         self._raise_failure()
-        while not enough() and not self._stopping():
+        while not enough() and not self._job.stop.requested:
             if time.monotonic() > deadline:
                 raise NoAnswerError(f"{what} did not come within {seconds:g} s; raise that setting")
             arrived = self._arrived()

@@ -1,11 +1,11 @@
 """Child processes that answer calls: one runs a user's program, another scores answers.
 
     caller                    event loop                         child
-    Process.ready                                             -> child.serve
+    Process.ready                                             -> worker.serve
     Process.call                                              -> a call, as a line of JSON
     Process.call           <- Process._read                   <- a reply, as a line of JSON
 
-`child` describes the lines. A child that sends malformed output is killed.
+`worker` describes the lines. A child that sends malformed output is killed.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from tba.child import Child
 from tba.config.mistakes import masked
 from tba.config.secrets import is_secret
 from tba.errors import EngineError, RewardError
-from tba.scoring.child import STARTED
 from tba.scoring.verdicts import MAX_MESSAGE, Reason, Rejected, Verdict, parse_score
+from tba.scoring.worker import STARTED
 from tba.tasks import Itemized, Program
 
 T = TypeVar("T")
 
-MAIN = Path(__file__).with_name("child.py")
+MAIN = Path(__file__).with_name("worker.py")
 """Main program of a child."""
 BLOCKED = 5.0
 """Seconds past its deadline after which a session is assumed to block its event loop."""

@@ -265,4 +265,4 @@ class ScoringProcess(Process):
         super().__init__("the scoring process", setup, start_deadline, GRACE, hint)
 
     def child(self, end: int) -> Child:
-        return Child("tba.scoring.child:serve", end, pass_fds=[end])
+        return Child("tba.scoring.worker:serve", end, pass_fds=[end])

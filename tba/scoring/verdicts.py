@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tba.config.mistakes import masked
 from tba.prompt import Answer
-from tba.scoring.child import raised
+from tba.scoring.worker import raised
 from tba.tasks import Itemized, WrongLength, number
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tba.agents.chat import authors, response_text
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt, passes
 from tba.scoring.verdicts import Rejected, Responses, Verdict
 from tba.search.reference import Reference

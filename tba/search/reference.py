@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tba.config.tables import PASS_TOKENS
-from tba.learn.micro_batches import split_responses
 from tba.learn.policy import Policy
 from tba.models import lora
 from tba.types import Completion, collate_tokens, marks_of
@@ -34,7 +32,7 @@ class Reference:
         self.policy = policy
         self.version = 0
         self._is_adapted = lora.is_adapted(policy.model)
-        self._token_budget = min(token_budget, PASS_TOKENS)  # no loss needs a whole group at once
+        self._token_budget = token_budget
         lock = Lock()
         self._exclusive = exclusive or (lambda: lock)
 
@@ -75,7 +73,7 @@ class Reference:
                 tokens = [[c.tokens for c in responses[i]] for i in part]
                 marks = [[marks_of(c) for c in responses[i]] for i in part]
                 batch = collate_tokens([prompts[i] for i in part], tokens, marks)
-                every = split_responses(batch, self._token_budget, self.policy.share_prompt)
+                every = batch.pieces(self._token_budget, self.policy.share_prompt)
                 logps = [self.policy.logp(piece, temperature) for piece in every]
                 arrays = torch.cat(logps, 1).float().cpu().numpy()
                 for i, rows in zip(part, arrays, strict=True):

@@ -21,6 +21,16 @@ GAP = "sync/logp_gap"
 """Metric: mean |engine log-prob - trainer log-prob| on the latest probe, in nats."""
 
 
+@contextmanager
+def timed(name: str, *sums: dict[str, float]) -> Iterator[None]:
+    """Add the duration of a block, in seconds, to each of these sums under its name."""
+    started = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - started
+    for each in sums:
+        each[name] += seconds
+
+
 @dataclass
 class SearchStats:
     """Statistics of searches. Each search returns them, and runtimes sum them over a run."""
@@ -69,13 +79,6 @@ class SearchStats:
         self.latest |= other.latest
         self.last_rejection = other.last_rejection or self.last_rejection
         self.rates.extend(other.rates)
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the duration of a block to a stage, in seconds."""
-        started = time.perf_counter()
-        yield
-        self.seconds[stage] += time.perf_counter() - started
 
     def measured(self, gap: float | None) -> None:
         """Record the log-prob gap of a weight update; None if it was not measured."""

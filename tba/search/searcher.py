@@ -17,13 +17,14 @@ from tba.engines import Engine, logp_gap_limit
 from tba.errors import SearchError
 from tba.learn.policy import Policy
 from tba.models.lora import load_frozen
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
+from tba.models.tokenizer import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
 from tba.search.reference import EngineReference, Reference
-from tba.search.result import SearchResult, SearchStats
+from tba.search.result import SearchResult, SearchStats, timed
 from tba.search.values import Rollouts
 from tba.streams import Use, generator, seed_of
 from tba.tasks import Itemized
@@ -88,7 +89,7 @@ class SearchSetup:
         else:  # without its adapter, the model of the engine or the trainer is the reference
             exclusive = None if engine.model is None else engine.lend
             policy = self._policy(model, bf16)
-            reference = Reference(policy, c.trainer.pass_tokens, exclusive)
+            reference = Reference(policy, c.trainer.reference_tokens, exclusive)
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
@@ -96,11 +97,14 @@ class SearchSetup:
         memory = c.reward.max_memory
         start = c.runtime.start_deadline
         agents = {}
+        dialogues = {}
         for name, task in scoring.tasks.items():
             if task.program is not None:
                 agents[name] = Agents(engine, text, task.program, fixed, memory, start)
+            if task.tools is not None:
+                dialogues[name] = Dialogues(engine, text, scoring, name, task.tools)
         gap = logp_gap_limit(c.engine, bf16)
-        return Searcher(engine, reference, text, scoring, self, gap, agents)
+        return Searcher(engine, reference, text, scoring, self, gap, agents, dialogues)
 
     def scoring(self, device: str) -> Scoring:
         """Build the scoring of the run's task and of the sources that are only evaluated."""
@@ -141,7 +145,7 @@ class SearchSetup:
         c = self.config
         dtype = torch.bfloat16 if c.trainer.weights == "bf16" else torch.float32
         model = load_frozen(c.policy, device, bf16, dtype)
-        return Reference(self._policy(model, bf16), c.trainer.pass_tokens)
+        return Reference(self._policy(model, bf16), c.trainer.reference_tokens)
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,8 @@ class Searcher:
     """Largest log-prob gap, in nats, that a weight update may leave; see `Probe.rounding`."""
     agents: Mapping[str, Agents] = field(default_factory=dict)
     """Session runners of the user's programs, by the name of the task."""
+    dialogues: Mapping[str, Dialogues] = field(default_factory=dict)
+    """Dialogue runners of the environments, by the name of the task."""
 
     def load_weights(self, weights: Weights) -> float | None:
         """Load weights into the engine; return its log-prob gap, or None without a probe.
@@ -188,18 +194,18 @@ class Searcher:
     def search(self, prompts: Sequence[Prompt], seed: int) -> SearchResult:
         """Sample and score S responses to each prompt; no group if all are rejected."""
         stats = SearchStats()
-        with stats.timed("generate"):
+        with timed("generate", stats.seconds):
             responses = self.answer("", prompts, self._sampling(seed), seed)
-        with stats.timed("reward"):
+        with timed("reward", stats.seconds):
             rule = self.setup.sampling.truncated
             settled = [settle_truncated(group, rule) for group in responses.answers]
             verdicts = responses.rewarded(self.scoring(prompts, settled), settled)
-        with stats.timed("reference"):
+        with timed("reference", stats.seconds):
             groups = self._groups(prompts, responses, verdicts)
         rollouts: list[Verdict] = []
         request = self.setup.value_rollouts
         if request is not None:
-            with stats.timed("rollouts"):
+            with timed("rollouts", stats.seconds):
                 sampling = self.setup.sampling
                 values = Rollouts(self.engine, self.text, self.scoring, sampling, request)
                 groups, rollouts = values.estimate(groups, seed)
@@ -238,13 +244,11 @@ class Searcher:
         They are dialogues if the task has tools, and sessions if it has a program. Sessions end
         after `share` of `runtime.task_deadline`.
         """
-        task = self.scoring.tasks[name]
         if name in self.agents:
             seconds = share * self.setup.config.runtime.task_deadline
             return self.agents[name].run_sessions(prompts, sampling, seed, seconds)
-        if task.tools is not None:
-            dialogues = Dialogues(self.engine, self.text, self.scoring, name, task.tools)
-            return dialogues.run_dialogues(prompts, sampling, seed)
+        if name in self.dialogues:
+            return self.dialogues[name].run_dialogues(prompts, sampling, seed)
         tokens = [self.text.encode(p) for p in prompts]
         completions = self.engine.generate(tokens, sampling, seed_of(seed, Use.GENERATION, 0))
         answers = []

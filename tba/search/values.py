@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from tba.engines import Engine
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
 from tba.scoring.verdicts import Rejected, Verdict, settle_truncated

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tba.config.mistakes import together
-from tba.config.plugins import resolve_all, resolved
-from tba.config.schema import Config, assign_all, override_all, read_tables
-from tba.config.tables import PLUGGED, PolicyTable, by_key
+from tba.config.plugins import resolved
+from tba.config.schema import Config, assign_all, by_key, override_all, read_tables
+from tba.config.tables import PLUGGED, PolicyTable
 from tba.models import model_path
 from tba.runs.folder import (
     SUMMARY,
@@ -257,7 +257,7 @@ def check_resumed(config: Config, before: Config) -> None:
 
 def _decisive(config: Config) -> dict[str, Any]:
     """Return the settings that determine the contents of the replay buffer and optimizer state."""
-    objective = resolve_all(config).objective.at(0)
+    objective = resolved(config, ["objective"])[0].at(0)
     lora = config.policy.lora
     return {
         "sampling.stop": sorted(set(config.sampling.stop)),

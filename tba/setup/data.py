@@ -12,8 +12,8 @@ from tba.agents.chat import check_stop, encoder, identity
 from tba.agents.environment import check_tools
 from tba.config.mistakes import about
 from tba.config.schema import Config
-from tba.models.pretrained import Encode, Tokenizer
 from tba.models.template import unread
+from tba.models.tokenizer import Encode, Tokenizer
 from tba.prompt import Prompt
 from tba.tasks import Task
 from tba.tasks._memory import Functions, build_source, build_task

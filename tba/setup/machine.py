@@ -7,8 +7,6 @@ from math import inf
 import psutil
 import torch
 
-from tba.runtime.placement import gpu_count
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -23,8 +21,9 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
-    return Machine(len(cards), min(cards, default=0), psutil.virtual_memory().total)
+    count = torch.cuda.device_count()
+    cards = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+    return Machine(count, min(cards, default=0), psutil.virtual_memory().total)
 
 
 def planned_machine(gpus: str) -> Machine:

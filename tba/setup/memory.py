@@ -19,11 +19,10 @@ from tba.config.tables import PASS_TOKENS, PolicyTable
 from tba.display import size
 from tba.engines import engine_in_bf16
 from tba.learn import MOMENTS, TrainerSizes, checkpoint_size
-from tba.models.forward import layers_of, takes_masks
-from tba.models.lora import empty_adapted, frozen_bytes
-from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config, load_empty_model
+from tba.models.pretrained import EAGER_TOKENS, computes_in_bf16, load_config
 from tba.setup.machine import Machine
-from tba.weights import PUBLISHED, trained
+from tba.setup.sizes import ModelSizes, group, kept, sizes_of
+from tba.weights import PUBLISHED
 
 PROCESS = 0.5e9
 """Bytes of a process with PyTorch on the host, and of its CUDA context on the GPU."""
@@ -45,87 +44,6 @@ ALTERNATIVES = {
 """Settings that reduce memory, and whether a config already has each one, or cannot use it."""
 MODELS = {"classifier": ("model",), "guard": ("model",), "redteam": ("victim", "encoder")}
 """Options of judges and tasks that name models loaded by each searcher."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """Parameter counts of a model, and the dimensions that determine its activation memory."""
-
-    parameters: int
-    base: int
-    """Parameters without adapters."""
-    trained: int
-    largest: int
-    """Number of elements of the largest trained tensor."""
-    frozen: float
-    """Bytes of the frozen weights in the trainer and in the reference."""
-    layer: int
-    """Parameters of the largest layer."""
-    root: int
-    """Parameters outside the layers: embeddings, norm and LM head."""
-    layers: int
-    hidden: int
-    inner: int
-    """Width of the MLP."""
-    heads: int
-    keys: int
-    """Width of a token's keys in one layer."""
-    vocabulary: int
-    has_sdpa: bool
-    masks: int
-    """Number of attention masks that a pass keeps with SDPA: 1, or one in each layer."""
-
-
-def sizes_of(policy: PolicyTable, bf16: bool) -> ModelSizes:
-    """Return the sizes of a model whose trainer computes in bf16 or fp32."""
-    base = load_empty_model(policy)
-    model = base if policy.lora is None else empty_adapted(policy, bf16)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
-    every = sum(p.numel() for p in model.parameters())
-    text = load_config(policy).get_text_config()
-    plain = text.to_dict()
-    hidden = text.hidden_size
-    heads = text.num_attention_heads
-    return ModelSizes(
-        parameters=every,
-        base=sum(p.numel() for p in base.parameters()),
-        trained=sum(p.numel() for p in trained(model).values()),
-        largest=max(p.numel() for p in trained(model).values()),
-        frozen=frozen_bytes(policy, model),
-        layer=max(layers),
-        root=every - sum(layers),
-        layers=text.num_hidden_layers,
-        hidden=hidden,
-        inner=plain.get("intermediate_size") or plain.get("n_inner") or 4 * hidden,
-        heads=heads,
-        keys=(plain.get("head_dim") or hidden // heads)
-        * (plain.get("num_key_value_heads") or heads),
-        vocabulary=text.vocab_size,
-        has_sdpa=model._supports_sdpa,
-        masks=1 if takes_masks(model) else text.num_hidden_layers,
-    )
-
-
-def kept(
-    layers: int, hidden: int, inner: int, heads: int, tokens: float, keys: float, scores: float,
-    matrices: int = 0, bf16: bool = True,
-) -> float:  # fmt: skip
-    """Return the bytes that a pass keeps; `inner` is the width of the MLP."""
-    if bf16:  # autocast, with a copy of the matrices
-        layer = tokens * (30 * hidden + 8 * inner) + keys * 4 * hidden + scores * 6 * heads
-        return layers * layer + 2 * matrices
-    layer = tokens * (32 * hidden + 16 * inner) + keys * 8 * hidden + scores * 4 * heads
-    return layers * layer
-
-
-def group(prompt: int, responses: int, length: int, packed: int = 256) -> tuple[int, int, int]:
-    """Return the numbers of tokens, keys and scores for a prompt with responses of equal length."""
-    own = length - 1  # the last token of a response predicts nothing
-    tokens = prompt + responses * own
-    if tokens <= packed:  # into one row
-        return tokens, tokens, tokens**2
-    seen = prompt + own
-    return tokens, prompt + responses * seen, prompt**2 + responses * own * seen
 
 
 @dataclass(frozen=True)
@@ -342,7 +260,7 @@ class MemoryEstimate:
             # otherwise the reference shares the model of the engine or trainer
             if c.policy.lora is None or (c.engine.use == "vllm" and c.runtime.use == "ray"):
                 parts["reference"] = z.frozen + (2 if self.bf16 else 4) * z.trained
-            tokens = min(c.trainer.pass_tokens, PASS_TOKENS)
+            tokens = c.trainer.reference_tokens
             shape = z.hidden, z.inner, z.heads, tokens, tokens, 0, 0, self.bf16
             parts["a pass of the reference"] = kept(1, *shape) + self._head()
         others = sum(map(_parameters, _models_of(c.task.model_dump())))
@@ -352,20 +270,21 @@ class MemoryEstimate:
     def _host(self) -> dict[str, float]:
         """Return the host memory in addition to models."""
         c = self.config
-        own = self.sizes.trained
-        versions = min(PUBLISHED, self.searchers) + 2 if c.runtime.use == "ray" else 1
-        versions += 2 if c.trainer.devices > 1 else 0  # rows of ranks: as copied, and as sent
+        z = self.sizes
+        pinned = z.pinned / z.trained if self.machine.gpus else 1.0
+        versions = min(PUBLISHED, self.searchers) + 2.0 if c.runtime.use == "ray" else 1.0
+        versions += 2 * pinned if c.trainer.devices > 1 else 0  # rows of ranks: copied, and sent
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
-            "copy for a checkpoint": 4 * own + MOMENTS[c.trainer.optimizer] * own,
+            "copy for a checkpoint": (4 + MOMENTS[c.trainer.optimizer]) * z.trained * pinned,
             "weights on their way": self.trainer_sizes.published_bytes * versions,
-            "reference on its way": 4 * own if c.policy.reset_reference_every else 0,
+            "reference on its way": 4 * z.trained if c.policy.reset_reference_every else 0,
         }
         if c.runtime.colocate == "sleep":
             number = 2 if engine_in_bf16(c.engine, self.bf16) else 4
-            work["weights of the sleeping engine"] = number * self.sizes.base
+            work["weights of the sleeping engine"] = number * z.base
         loading = max(self.searchers, 1 if c.policy.lora is None else c.trainer.devices)
-        first = {"models, while they load": 4.0 * self.sizes.parameters * loading}
+        first = {"models, while they load": 4.0 * z.parameters * loading}
         if self.machine.gpus and sum(first.values()) > sum(work.values()):
             work = first
         return {"processes": PROCESS * (c.trainer.devices + 2 * self.searchers)} | work

@@ -14,7 +14,7 @@ import numpy as np
 from tba.agents.chat import encoder, endings
 from tba.agents.environment import check_tools
 from tba.config.mistakes import refuse, together
-from tba.config.plugins import Plugin, find, resolve_all, with_defaults
+from tba.config.plugins import Plugin, find, resolved, with_defaults
 from tba.config.rules import broken, rules_of_rows
 from tba.config.schema import Config
 from tba.engines import Engine
@@ -25,13 +25,13 @@ from tba.models.forward import check_compiler, check_rotary
 from tba.models.lora import check_adapter
 from tba.models.pretrained import (
     EAGER_TOKENS,
-    Tokenizer,
     check_kind,
     check_model,
     load_config,
     load_empty_model,
     load_text,
 )
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt
 from tba.runs.folder import CONFIG
 from tba.runs.journal import check_log
@@ -174,8 +174,7 @@ def check(
     limit = config.engine.options.get("max_model_len")
     text = load_text(config.policy).within(limit) if data is None else data.text
     config = with_defaults(config)
-    plugins = resolve_all(config)
-    objective = plugins.objective
+    _, _, objective, strategy, selection = resolved(config)
     notes, _, _, data = together(
         partial(_check_policy, config, here),
         partial(_check_engine, config, engine, here),
@@ -197,16 +196,10 @@ def check(
     refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
     setup = RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
-        text=text,
-        task=task,
-        prompts=data.prompts,
-        held_out=data.held_out,
-        kept_back=data.kept_back,
-        evaluated=data.evaluated,
-        extremes=data.extremes,
-        strategy=plugins.strategy.build(),
+        **vars(data),
+        strategy=strategy.build(),
         objective=objective,
-        selection=plugins.selection,
+        selection=selection,
         engine=engine,
         reward_functions=to_send(functions, config),
         digests=_digests(config, functions, data),

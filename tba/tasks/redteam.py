@@ -24,7 +24,8 @@ from tba.config.tables import (
     Positive,
     PositiveShare,
 )
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.tasks import Scorer, Scores, Task, WrongLength, call
 from tba.tasks.custom import RewardFunction, reward_function

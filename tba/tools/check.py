@@ -13,8 +13,8 @@ from tba.agents.chat import encoder
 from tba.config.mistakes import FEW
 from tba.config.schema import Config
 from tba.config.tables import TaskTable
-from tba.models.decoding import decode
 from tba.models.pretrained import computes_in_bf16
+from tba.models.tokenizer import decode
 from tba.offline.resumed import choose_resumed
 from tba.offline.rollouts import described, read_rollouts
 from tba.prompt import Answer, Prompt, passes

@@ -20,8 +20,8 @@ import pandas as pd
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from tba.config.mistakes import about, masked
-from tba.config.schema import Config, Tables, assign_all, override_all, read_toml
-from tba.config.tables import PLUGGED, Positive, Table, by_key
+from tba.config.schema import Config, Tables, assign_all, by_key, override_all, read_toml
+from tba.config.tables import PLUGGED, Positive, Table
 from tba.display import printable
 from tba.runs.folder import (
     CONFIG,

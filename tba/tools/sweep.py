@@ -18,8 +18,8 @@ from tba.config.schema import Config
 from tba.config.tables import EvalTable
 from tba.runs.folder import CHECKPOINTS, CONFIG, flat, locked, open_plain, read_optional
 from tba.runs.generations import generations, recover
-from tba.runs.stop import Stop
 from tba.runtime.placement import Place, available_cores
+from tba.stop import Stop
 from tba.tools.study import (
     FAILED,
     RESULTS,

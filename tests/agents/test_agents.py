@@ -24,16 +24,16 @@ from programs import ask, refusal, said, user
 from suite import until
 from talk import TESTS, Script, agent_config, call, dialogue_config, dialogue_model, held_sessions
 
-import tba.runs.stop
+import tba.stop
 from tba.agents.endpoint import Agents, Endpoint, OpenSession
 from tba.agents.session import Session
 from tba.errors import EngineError, SearchError
 from tba.learn.layouts import Contexts, cut
 from tba.open import run
 from tba.scoring import process
-from tba.scoring.child import _as_json
 from tba.scoring.process import AgentProcess, EventLoop
 from tba.scoring.verdicts import Rejected, Responses, Verdict, added
+from tba.scoring.worker import _as_json
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
 from tba.search.searcher import Searcher
 from tba.setup.setup import check
@@ -133,7 +133,7 @@ def test_a_signal_ends_sessions_quietly(agent, monkeypatch, capfd):
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal has ended nothing")
 
-    monkeypatch.setattr(tba.runs.stop, "TWICE", 0.01)
+    monkeypatch.setattr(tba.stop, "TWICE", 0.01)
     config = agent("once", "1", settings=["objective=tb"])
     with monkeypatch.context() as patch:
         patch.setattr(Script, "generate", stop)

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 from tba.agents.chat import Chat, ToolCall, endings
 from tba.agents.session import readable
 from tba.config.tables import PolicyTable
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
+from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt
 from tba.tasks.custom import describe
 

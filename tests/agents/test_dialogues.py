@@ -22,7 +22,9 @@ from talk import (
     searched,
 )
 
+from tba.agents.session import joined
 from tba.config.schema import load
+from tba.engines.transformers import shortened
 from tba.open import run
 from tba.replay.store import load_groups
 from tba.runs.checkpoint import newest
@@ -32,7 +34,7 @@ from tba.setup.setup import check
 from tba.tasks import within
 from tba.tasks._memory import build_task
 from tba.tasks.mixture import TaskMixture
-from tba.types import Completion, Sampling, joined
+from tba.types import Completion, Sampling
 
 __all__ = ["dialogue_config", "dialogue_model", "held_sessions"]  # fixtures
 
@@ -388,8 +390,8 @@ def test_versions_of_turns_become_switches():
 
 def test_a_turn_is_shortened_to_what_it_would_have_been():
     turn = completion([1, 2, 3], 4, (1, 5), (2, 6))
-    assert turn.shortened(3) is turn
-    cut = turn.shortened(2)
+    assert shortened(turn, 3) is turn
+    cut = shortened(turn, 2)
     assert (cut.tokens.tolist(), cut.finished, cut.switches) == ([1, 2], False, ((1, 5),))
     assert len(cut.logp) == 2
 

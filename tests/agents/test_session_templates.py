@@ -15,7 +15,7 @@ import pytest
 from tba.agents.chat import Chat
 from tba.agents.session import History, Session
 from tba.agents.wire import ChatRequest, message_of
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.types import Completion
 
 MODELS = Path(os.environ.get("TBA_MODELS", Path.home() / ".cache" / "tba-models"))

@@ -8,7 +8,7 @@ import pytest
 from test_wire import QUESTION, TEXTS, tokenizer_of
 
 from tba.agents.wire import ChatRequest, TokenStream, completion
-from tba.models.decoding import INCOMPLETE
+from tba.models.tokenizer import INCOMPLETE
 from tba.types import Completion
 
 pytest.importorskip("starlette", reason="needs tba[agents]")

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tba.agents.wire import ChatRequest, completion
-from tba.models.pretrained import Tokenizer
+from tba.models.tokenizer import Tokenizer
 from tba.types import Completion, Sampling
 
 pytest.importorskip("starlette", reason="needs tba[agents]")

@@ -9,7 +9,7 @@ import pytest
 from build import ROOT, environment, python_with_trl
 
 from tba.config.hints import NEAREST, NONE, PLACES, counterpart, inner_table
-from tba.config.plugins import find, names, options_of, resolve_all
+from tba.config.plugins import find, names, options_of, resolved
 from tba.config.schema import Config, load
 from tba.config.tables import PLUGGED, LoraTable
 from tba.runs.folder import METRICS, read
@@ -59,8 +59,8 @@ def test_a_setting_of_another_package_is_named(setting, told):
 def test_the_nearest_to_an_objective_of_another_package_can_be_typed(name):
     told = f"no objective called '{re.escape(name)}'; the nearest is"
     with pytest.raises(ValueError, match=told):
-        resolve_all(load(None, [f"objective={name}"]))
-    resolve_all(load(None, NEAREST[name].split()))
+        resolved(load(None, [f"objective={name}"]))
+    resolved(load(None, NEAREST[name].split()))
 
 
 def test_every_counterpart_is_a_key():

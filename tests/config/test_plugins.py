@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tba.config import plugins
-from tba.config.plugins import KINDS, Schedule, find, names, options_of, resolve, resolve_all
+from tba.config.plugins import KINDS, Schedule, find, names, options_of, resolve, resolved
 from tba.config.schema import Config
 from tba.objectives.tb import TrajectoryBalance
 
@@ -183,7 +183,7 @@ def test_a_value_that_no_file_can_hold_is_told_with_its_key(table, use, option):
     config = Config(**{table: {"use": use, option: np.int64(8)}})
     told = rf"^{table}.{option} = .*int64.*; write a number, a text, a list or a table$"
     with pytest.raises(ValueError, match=told):
-        resolve_all(config)
+        resolved(config)
 
 
 def test_a_dotted_path_leads_to_any_class():

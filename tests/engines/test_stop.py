@@ -17,7 +17,8 @@ from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines._choice import StopStrings
 from tba.engines.scripted import length_to_stop
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
+from tba.models.tokenizer import Tokenizer
 from tba.runs.folder import METRICS, SAMPLES, read
 from tba.setup.checks import check_resumed
 from tba.setup.setup import check

@@ -63,7 +63,7 @@ def test_one_of_several_runs_in_a_folder_wins(case, tiny_model, tmp_path):
 # What is never read, run or told
 
 PICKLES = {
-    "tba/runtime/memory.py": "weights for searchers; the pickle goes with the call to them",
+    "tba/runtime/shared_memory.py": "weights for searchers; the pickle goes with the call to them",
     "tba/scoring/calls.py": "tasks from the searcher, through a socket that only it has",
     "tba/scoring/scoring.py": "writes these tasks",
     "tba/search/searcher.py": "functions that were passed from Python, never from a file",

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from suite import RECORDS, cases
 
 from tba.config.hints import inner_table
-from tba.config.plugins import names, resolve_all, with_defaults
+from tba.config.plugins import names, resolved, with_defaults
 from tba.config.schema import DEFAULT, Config, load
 from tba.config.tables import PLUGGED
 from tba.replay.buffer import ReplayBuffer
@@ -83,7 +83,7 @@ def is_refused_in_words(build: Any) -> bool:
     """A config is accepted, or refused with a message and no other error."""
     try:
         config = build()
-        resolve_all(with_defaults(config))
+        resolved(with_defaults(config))
         assert Config(**config.nested()) == config or "nan" in repr(config)
     except ValueError as error:
         assert str(error).strip()

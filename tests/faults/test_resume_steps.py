@@ -5,8 +5,9 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from build import config, end_alike, newest_files, ray_config, replayed
@@ -85,11 +86,14 @@ def stop_within_a_search(run: Run, step: int) -> None:
     searchers = run.searchers
     assert isinstance(searchers, RaySearchers)
 
-    def stopping() -> bool:
-        run.stop.requested |= run.step >= step and searchers._arrived() > 0
-        return run.stop.requested
+    class StopWithinSearch:
+        @property
+        def requested(self) -> bool:
+            run.stop.requested |= run.step >= step and searchers._arrived() > 0
+            return run.stop.requested
 
-    searchers._stopping = stopping
+    stop: Any = StopWithinSearch()
+    searchers._job = replace(searchers._job, stop=stop)
 
 
 @pytest.mark.timeout(600)
@@ -133,7 +137,7 @@ def test_a_clock_that_jumps_changes_nothing(case, tiny_model, tmp_path, monkeypa
 
 
 WALL_CLOCK = {
-    "tba/runs/state.py": "how long ago a run was written to",
+    "tba/runs/status.py": "how long ago a run was written to",
     "tba/runs/folder.py": "since when a folder is held",
     "tba/setup/checks.py": "the name of a new folder",
     "tba/runs/summary.py": "when a session began, to be read by a person",

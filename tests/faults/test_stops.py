@@ -14,7 +14,7 @@ from tba.cli import _config
 from tba.open import run
 from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import damage, generations
-from tba.runs.stop import TWICE
+from tba.stop import TWICE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SCHEDULED = 5.0

@@ -26,9 +26,9 @@ from tba.runs.checkpoint import Checkpoints
 from tba.runs.folder import locked
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, bind_ray
-from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
 from tba.runtime.ray import Publisher
+from tba.runtime.shared_memory import SharedMemory
 from tba.scoring.scoring import Scoring, ScoringProcess
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
@@ -195,7 +195,7 @@ def in_all_searchers_on_ray(seconds: float, model: Path, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pool, "start", start)
         patch.setattr(ray, "ended", none_ended)
-        searchers = ray.RaySearchers(job, cluster, False, lambda: False, state, None)
+        searchers = ray.RaySearchers(job, cluster, False, state, None)
         try:
             began()
             with pytest.raises(TimeoutError, match=r"trainer\.deadline"):

@@ -41,7 +41,7 @@ def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks):
         for part in parts:
             assert len(part.groups) == ranks
             for own in filter(None, part.groups):
-                pieces = list(micro_batches.split_responses(batch.groups(own), budget, True))
+                pieces = list(batch.groups(own).pieces(budget, True))
                 assert len(pieces) <= len(part.shapes)
                 assert sum(piece.samples for piece in pieces) == samples
                 for piece, shape in zip(pieces, part.shapes, strict=False):

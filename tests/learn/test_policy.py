@@ -119,7 +119,7 @@ def test_passes_over_similar_lengths_change_nothing(family, batch, monkeypatch):
     """One pass over all responses, and one for each of their lengths."""
     policy = Policy(make(family), 0.7)
     for tokens in (1000, 0):
-        monkeypatch.setattr(layouts, "PASS_TOKENS", tokens)
+        monkeypatch.setattr(layouts, "PASS_COST", tokens)
         lengths = {int(n) for n in batch.mask.sum(-1).flatten() if n > 1}
         assert len(layouts.plan_of(batch, True, "none").passes) == (1 if tokens else len(lengths))
         results = policy(batch), gradients(policy, batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tba.config.tables import PolicyTable
 from tba.learn.layouts import first_alike, plan_of
-from tba.learn.micro_batches import chunks, cost, filler, split_batch, split_responses
+from tba.learn.micro_batches import chunks, cost, filler, split_batch
 from tba.learn.policy import Policy
 from tba.models.pretrained import load_model
 from tba.objectives import Head
@@ -92,7 +92,7 @@ def test_gradients_and_a_head_do_not_depend_on_how_a_batch_is_divided(tiny_model
     for budget in (1, 20, 60):
         policy.zero_grad()
         for chunk in map(batch.groups, chunks(batch, budget, True)):
-            for piece in split_responses(chunk, budget, True):
+            for piece in chunk.pieces(budget, True):
                 policy(piece).logp.sum().backward()
         parts = [p.grad for p in policy.parameters() if p.grad is not None]
         for a, b in zip(whole, parts, strict=True):

@@ -86,7 +86,7 @@ def test_chunks_are_whole_groups_and_pieces_keep_the_budget(batch, shared):
         assert all(
             len(c) == 1 or micro_batches.cost(c, range(len(c)), shared) <= budget for c in chunks
         )
-        pieces = [list(micro_batches.split_responses(c, budget, shared)) for c in chunks]
+        pieces = [list(c.pieces(budget, shared)) for c in chunks]
         assert all(sum(p.samples for p in cut) == batch.samples for cut in pieces)
         for piece in chain(*pieces):
             planned = layouts.plan_of(piece, shared, packing="none")

@@ -8,7 +8,7 @@ from build import ROOT, config, newest_files, resumes_exactly
 from safetensors.numpy import load as load_weights
 
 from tba.cli import _config
-from tba.config.plugins import resolve_all
+from tba.config.plugins import resolved
 from tba.config.schema import load
 from tba.open import run
 from tba.replay.buffer import ReplayBuffer
@@ -74,7 +74,7 @@ def test_the_lines_that_are_algorithms_can_be_typed():
     lines = lines_of_the_page()
     assert len(lines) == 8
     for _, line in lines:
-        resolve_all(load(None, line))
+        resolved(load(None, line))
 
 
 def test_the_reference_of_gvpo_is_the_policy_that_sampled(tiny_model, tmp_path):

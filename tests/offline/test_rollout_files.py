@@ -32,7 +32,8 @@ from tba.agents.chat import response_text
 from tba.cli import main, rollouts
 from tba.config.schema import Config, load
 from tba.models.lora import load_frozen
-from tba.models.pretrained import Tokenizer, load_text
+from tba.models.pretrained import load_text
+from tba.models.tokenizer import Tokenizer
 from tba.offline.eval import serve
 from tba.offline.rollouts import described, read_rollouts, write_rollouts
 from tba.open import open_run, run

@@ -13,10 +13,10 @@ from tba.runs import terminal
 from tba.runs.checkpoint import newest
 from tba.runs.console import Console
 from tba.runs.folder import CHECKPOINTS, METRICS, check_unused
-from tba.runs.stop import Stop
 from tba.runs.summary import Summary
 from tba.runs.terminal import Terminal
 from tba.search.result import EvaluatedAnswer, Evaluation
+from tba.stop import Stop
 
 SCORES = {
     "sampled_pass@1": 0.5, "sampled_stderr": 0.1, "greedy_pass@1": 0.25, "greedy_stderr": 0.2,

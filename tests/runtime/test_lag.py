@@ -27,9 +27,9 @@ def lagged(behind: int, *delayed: str) -> tuple[Any, Callable[[int], list[str]]]
     searchers.gather = lambda n: groups(
         *(str(next(numbers)) for _ in range(min(n, searchers.most)))
     )
-    settings = {"runtime": SimpleNamespace(lag=behind), "trainer": SimpleNamespace(groups=1)}
-    config = SimpleNamespace(**settings)
-    run: Any = SimpleNamespace(config=config, searchers=searchers, delayed=deque(groups(*delayed)))
+    config = SimpleNamespace(runtime=SimpleNamespace(lag=behind))
+    own = {"config": config, "groups": 1, "delayed": deque(groups(*delayed))}
+    run: Any = SimpleNamespace(searchers=searchers, **own)
     return searchers, lambda at_least: [group.prompt.id for group in Run.gather(run, at_least)]
 
 

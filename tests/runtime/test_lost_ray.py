@@ -28,7 +28,7 @@ from build import ray_config as config
 from tba.cli import _config
 from tba.runs import checkpoint
 from tba.runs.folder import METRICS, read
-from tba.runs.stop import TWICE
+from tba.stop import TWICE
 
 SECONDS = 180.0
 """Deadline of every wait in these tests."""

@@ -22,7 +22,6 @@ from tba.open import open_run
 from tba.prompt import Prompt
 from tba.replay.buffer import STEPS, Pace
 from tba.runs.folder import METRICS, read
-from tba.runs.stop import Stop
 from tba.runtime import SearchJob
 from tba.runtime.placement import Place
 from tba.search.prompts import SearchState
@@ -90,7 +89,6 @@ class Fed:
     state_: SearchState
     trainer: Any
     step: int
-    stop: Stop
     a_step: float = 0.0
     of_group: int = 4
     """Samples of a group; the others are rejected."""
@@ -111,7 +109,7 @@ class Fed:
         count = max(at_least, int(self.ready))
         if self.found + count > self.stop_after:
             signal.raise_signal(signal.SIGTERM)
-            assert self.stop.requested
+            assert self.job.stop.requested
             count = 0
         self.waited_for += max(0, at_least - int(self.ready))
         self.ready = max(0.0, self.ready - count)
@@ -160,10 +158,10 @@ def fed(
 
         def open_searchers(
             job: SearchJob, place: Place, cluster: None, trainer: Any,
-            stop: Stop, search: SearchState, step: int,
+            search: SearchState, step: int,
         ) -> Fed:  # fmt: skip
             trainer.setup = replace(trainer.setup, checks_reference=False)
-            opened.append(Fed(job, search, trainer, step, stop, **options))
+            opened.append(Fed(job, search, trainer, step, **options))
             return opened[0]
 
         monkeypatch.setattr(tba.open, "open_searchers", open_searchers)

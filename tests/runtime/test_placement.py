@@ -13,7 +13,6 @@ import torch
 from suite import until
 
 from tba.config.tables import RuntimeTable
-from tba.runtime import placement
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import (
     Place,
@@ -115,7 +114,7 @@ def test_a_head_without_a_gpu_does_not_train_on_its_cpu(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     here = SimpleNamespace(get_node_id=lambda: "head")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    monkeypatch.setattr(placement, "gpu_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     settings = RuntimeTable(use="ray", address="10.0.0.1:6379", searchers=7)
     with pytest.raises(ValueError, match=r"Ray has 8 GPUs, .* has none .* set trainer\.devices=2"):
         _share(SimpleNamespace(), settings, 1, 1)  # type: ignore[arg-type]
@@ -150,7 +149,7 @@ def test_ranks_and_searchers_have_gpus_of_their_own_on_one_machine(monkeypatch, 
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(sessions))
-    monkeypatch.setattr(placement, "gpu_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     opened = open_cluster(RuntimeTable(searchers=2), ranks=2)
     try:
         assert assigned(opened.ranks) == [["0"], ["1"]]
@@ -180,7 +179,7 @@ def test_gpus_of_several_machines(monkeypatch, sessions):
         nodes.add_node(num_cpus=1, num_gpus=2)
         settings = RuntimeTable(address=nodes.address, searchers=2)
 
-        monkeypatch.setattr(placement, "gpu_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         opened = open_cluster(settings)
         assert (opened.trainer, opened.searchers[0].needs) == (Place("cuda:0"), {"GPU": 1.0})
         assert (ray.cluster_resources()["GPU"], opened.reservation is None) == (3, False)

@@ -19,8 +19,8 @@ from tba.config.tables import RuntimeTable
 from tba.errors import EngineError, NoAnswerError, SearchError
 from tba.runtime import SearchJob
 from tba.runtime.deadline import Calls, bind_ray
-from tba.runtime.memory import SharedMemory
 from tba.runtime.placement import Place
+from tba.runtime.shared_memory import SharedMemory
 from tba.search.prompts import SearchState
 from tba.search.result import SearchResult, SearchStats
 from tba.setup.setup import check
@@ -238,7 +238,7 @@ def opens(
             searchers=[slot(core) for core in range(searchers)],
         )
         state = SearchState(stream.cursor(), 0, SearchStats(), None, None)
-        opened.append(ray_module.RaySearchers(job, cluster, False, lambda: False, state, None))
+        opened.append(ray_module.RaySearchers(job, cluster, False, state, None))
         assert opened[0].gather(0) == []  # the first call lets the searches begin
         return opened[0]
 

@@ -13,7 +13,8 @@ from exact import MAX_TOKENS, group_of_all, toy_config
 from tba.config.tables import PolicyTable
 from tba.engines import Engine
 from tba.learn.policy import Policy
-from tba.models.pretrained import Tokenizer, load_model, load_text
+from tba.models.pretrained import load_model, load_text
+from tba.models.tokenizer import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer

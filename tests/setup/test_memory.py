@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from tba.models.pretrained import load_empty_model
 from tba.runtime.placement import share
 from tba.setup import setup
 from tba.setup.machine import Machine, planned_machine
-from tba.setup.memory import MemoryEstimate, group
+from tba.setup.memory import MemoryEstimate
+from tba.setup.sizes import group
 
 ROOT = Path(__file__).parents[2]
 MATH = ROOT / "experiments" / "math_qwen7b_tba_prime.toml"
@@ -256,6 +258,20 @@ def test_what_is_held_in_turns_counts_once(qwen, weights):
     assert asleep.excess()[0] == pytest.approx(total - min(held, engine - 1e9))
     awake = needs(qwen, *one, gpus="1x80").needed()[None]
     assert asleep.needed()[None] - awake == 2 * NUMBERS  # the sleeping engine's weights
+
+
+def test_pinned_memory_is_counted_in_powers_of_two(qwen):
+    """The copy for a checkpoint, and the rows of ranks; on a CPU, nothing is pinned."""
+    layer = 2 * (3584**2 + 3584 * 512) + 3 * 3584 * 18_944 + 3584 + 2 * 512 + 2 * 3584
+    assert 28 * layer + 2 * 152_064 * 3584 + 3584 == NUMBERS
+    layer = 2 * (2**24 + 2**21) + 3 * 2**27 + 2**12 + 2 * 2**9 + 2 * 2**12
+    rounded = 28 * layer + 2 * 2**30 + 2**12
+    of = needs(qwen, gpus="8x80")
+    parts = of.processes[-1].parts
+    assert parts["copy for a checkpoint"] == pytest.approx(12 * rounded)
+    assert parts["weights on their way"] == pytest.approx(2 * (4 * NUMBERS + 2 * rounded))
+    on_cpu = replace(of, machine=Machine(0, 0, 1e12))
+    assert on_cpu.processes[-1].parts["copy for a checkpoint"] == 12 * NUMBERS
 
 
 def test_one_card_holds_the_frozen_model_of_lora_twice(qwen):

@@ -14,7 +14,7 @@ from studies.coverage import measure
 from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
 from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting
 from studies.off_policy.experiment import key_of
-from tba.config.plugins import resolve_all
+from tba.config.plugins import resolved
 from tba.prompt import Answer, Prompt
 from tba.tools.study import read_study
 
@@ -112,7 +112,7 @@ def test_every_setting_is_a_config(tmp_path, monkeypatch):
     assert len(study.trials) == len(every) and study.table.keep_checkpoints
     for trial in study.trials[::7]:
         config = study.config(trial)
-        resolve_all(config).objective.at(0)
+        resolved(config, ["objective"])[0].at(0)
         assert trial.label.startswith(config.objective.use[:2])
         assert config.checkpoint.keep * config.checkpoint.every == config.run.steps
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba.config.plugins import resolve_all
+from tba.config.plugins import resolved
 from tba.prompt import Answer
 from tba.tools.study import read_study
 
@@ -61,7 +61,7 @@ def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_pat
     assert labels == {f"{s.label}, seed {n}" for s in settings for n in experiment.search_seeds}
     for trial in study.trials[::11]:
         config = study.config(trial)
-        resolve_all(config).objective.at(0)
+        resolved(config, ["objective"])[0].at(0)
         found = f", {config.trainer.learning_rate:g}, constant, seed {config.run.seed}"
         assert str(trial.axes["variant"]).endswith(found)
 

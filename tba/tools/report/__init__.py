@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tba.runs.state import state_of
+from tba.runs.status import status_of
 from tba.tools.report.page import NotBegun
 from tba.tools.report.runs import report_runs
 from tba.tools.report.study import report_study
@@ -45,11 +45,11 @@ def watch(
         raise ValueError(f"--watch is for runs; type `tba report {study}/GRID/* --watch`")
     pause = every
     try:
-        while running := [path for path in folders if state_of(path.expanduser()).is_running]:
+        while running := [path for path in folders if status_of(path.expanduser()).is_running]:
             began = time.process_time()
             try:
                 report(folders, out, pause)
-                states = {path: state_of(path.expanduser()) for path in folders}
+                states = {path: status_of(path.expanduser()) for path in folders}
                 tell("; ".join(f"{path} {state.progress}" for path, state in states.items()))
             except NotBegun:
                 tell(f"waiting for the first step of {running[0]}")

@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot, isnan, nan, sqrt
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from tba.runs.folder import SCORES, Row, read
+from tba.runs.folder import Row
 from tba.tools.report.page import names, with_stderr
 
 CLEAR = 2.0
@@ -28,11 +27,7 @@ class Evaluated:
     table: pd.DataFrame
     """Evaluations, indexed by step."""
     by_prompt: Mapping[int, Row]
-
-
-def read_by_prompt(run: Path) -> dict[int, Row]:
-    """Return the rows of `scores.jsonl` by step."""
-    return {int(row["step"]): row for row in read(run / SCORES)}
+    """Rows of `scores.jsonl` by step."""
 
 
 def compare(runs: Sequence[Evaluated], measure: str) -> tuple[pd.DataFrame, list[str]]:

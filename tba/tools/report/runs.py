@@ -19,6 +19,7 @@ from tba.runs.folder import (
     CONFIG,
     METRICS,
     SAMPLES,
+    SCORES,
     SESSIONS,
     SUMMARY,
     Row,
@@ -30,7 +31,7 @@ from tba.runs.folder import (
 )
 from tba.runs.generations import generations
 from tba.runs.metrics import EACH_REWARD, PANELS, SECTIONS, Metric
-from tba.runs.state import state_of
+from tba.runs.status import status_of
 from tba.tools.report.about import (
     best_checkpoint,
     best_score,
@@ -39,7 +40,7 @@ from tba.tools.report.about import (
     spans_of,
     typed,
 )
-from tba.tools.report.compare import Evaluated, compare, read_by_prompt
+from tba.tools.report.compare import Evaluated, compare
 from tba.tools.report.page import (
     MODES,
     NotBegun,
@@ -262,7 +263,8 @@ class Record:
         settings = {k: v for k, v in self.settings.items() if k not in left_out and own not in v}
         task = {k: v for k, v in self.config["task"].items() if own not in str(v)}
         table = self.evaluations.set_index("step")
-        return Evaluated(self.name, task, json.dumps(settings), table, read_by_prompt(self.path))
+        by_prompt = {int(row["step"]): row for row in read(self.path / SCORES)}
+        return Evaluated(self.name, task, json.dumps(settings), table, by_prompt)
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after training; `measures` names the score of each subset."""
@@ -392,7 +394,7 @@ def _totals(path: Path, steps: pd.DataFrame) -> Row:
         return {**summary, "status": "finished" if summary["finished"] else "stopped"}
     seconds = steps["time"].diff().fillna(1e-9)  # ignores the first step with the first fill
     waits = {name: np.average(steps[metric], weights=seconds) for name, metric in WAITS.items()}
-    return {**newest, **waits, "seconds": newest["time"], "status": state_of(path).text}
+    return {**newest, **waits, "seconds": newest["time"], "status": status_of(path).text}
 
 
 def report_runs(runs: Sequence[Path], out: Path | None = None, reload: float = 0.0) -> Path:

@@ -1,4 +1,4 @@
-"""State of a run, read from its folder: whether it is running, its progress, and its score."""
+"""Status of a run, read from its folder: whether it is running, its progress, and its score."""
 
 import fcntl
 import time
@@ -27,7 +27,7 @@ RATE = 50
 
 
 @dataclass(frozen=True)
-class RunState:
+class RunStatus:
     """Progress of a run. `running`: a process holds the folder's lock. `crashed`: no process holds
     it, and the run has written no summary since its newest step.
     """
@@ -66,8 +66,8 @@ class RunState:
         return "" if self.left is None else f", {duration(self.left)} left"
 
 
-def state_of(run: Path) -> RunState:
-    """Return the state of a run."""
+def status_of(run: Path) -> RunStatus:
+    """Return the status of a run."""
     metrics = read(run / METRICS)
     rows = [row for row in metrics if "step_time" in row]
     step = int(rows[-1]["step"]) if rows else 0
@@ -91,7 +91,7 @@ def state_of(run: Path) -> RunState:
     age = time.time() - file.stat().st_mtime if file.is_file() else 0.0
     evaluations = evaluations_in(metrics)
     _, score, stderr = ranked_score(evaluations[-1]) if evaluations else ("", None, None)
-    return RunState(kind, step, steps, age, left, score, stderr)
+    return RunStatus(kind, step, steps, age, left, score, stderr)
 
 
 def runs_in(folder: Path) -> Iterator[Path]:
@@ -108,7 +108,7 @@ def table_of(folder: Path) -> list[str]:
     """Return a line for each run in a folder, newest last; ValueError if there are no runs."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}; type `tba list runs FOLDER`")
-    states = [(str(run.relative_to(folder)), state_of(run)) for run in runs_in(folder)]
+    states = [(str(run.relative_to(folder)), status_of(run)) for run in runs_in(folder)]
     if not states:
         raise ValueError(f"no run in {folder}; `tba train` writes runs into the folder `runs`")
     width = max(len(name) for name, _ in states)

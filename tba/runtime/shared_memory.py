@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tba.weights import Probe, Publication, Weights, as_view, resend
+from tba.weights import Direct, Probe, Publication, Weights, as_view, resend
 
 ALIGNED = 64
 """Alignment in bytes, as in torch."""
@@ -30,7 +30,7 @@ class _File:
         os.close(self.descriptor)
 
     def unused(self) -> bool:
-        """Return whether no reader has opened it; see `_opened`."""
+        """Return whether no reader has opened it; see `MappedArrays`."""
         try:  # readers hold the lock shared
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -58,51 +58,27 @@ class _Array:
     first: int
 
 
-@dataclass(frozen=True, eq=False)
-class MappedWeights:
-    """Weights in an anonymous file in memory, which this process has opened and mapped.
-
-    Unpickling opens the file again, through the process that pickled it. The kernel frees the
-    memory when no process has the file open or mapped any more, even after a kill.
-    """
-
-    file: _File
-    memory: memoryview
-    arrays: tuple[_Array, ...]
-    probe: Probe | None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (os.getpid(), self.file.descriptor, self.arrays, self.probe)
-
-
-def _opened(
-    process: int, file: int, arrays: tuple[_Array, ...], probe: Probe | None
-) -> MappedWeights:
-    opened = _File(os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY))
-    # held until it is neither open nor mapped
-    fcntl.flock(opened.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    memory = memoryview(mmap.mmap(opened.descriptor, 0, access=mmap.ACCESS_READ))
-    return MappedWeights(opened, memory, arrays, probe)
-
-
 class MappedArrays(dict[str, np.ndarray]):
-    """Arrays in a mapped file, by name.
+    """Arrays by name in an anonymous file in memory, which this process has opened and mapped.
 
-    Pickles contain no data: another process on this machine maps the file again.
+    Pickles contain no data: unpickling opens the file again, through the process that pickled it.
+    The kernel frees the memory when no process has the file open or mapped any more, even after a
+    kill.
     """
 
-    def __init__(self, mapped: MappedWeights):
-        memory = mapped.memory
-        super().__init__(
-            {a.name: np.ndarray(a.shape, a.dtype, memory, a.first) for a in mapped.arrays}
-        )
-        self._mapped = mapped
+    def __init__(self, process: int, descriptor: int, places: tuple[_Array, ...]):
+        self.file = _File(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY))
+        # held until it is neither open nor mapped
+        fcntl.flock(self.file.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        memory = memoryview(mmap.mmap(self.file.descriptor, 0, access=mmap.ACCESS_READ))
+        super().__init__({a.name: np.ndarray(a.shape, a.dtype, memory, a.first) for a in places})
+        self._places = places
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MappedArrays, (self._mapped,)
+        return MappedArrays, (os.getpid(), self.file.descriptor, self._places)
 
 
-class SharedMemory:
+class SharedMemory(Direct):
     """Transport on Linux, between processes of one user on one machine.
 
     It replaces Ray's object store, which ends every process that uses it when it dies, although the
@@ -128,23 +104,18 @@ class SharedMemory:
         if file is None:
             file = _File(os.memfd_create("weights"))
         end = ALIGNED  # an empty file cannot be mapped
-        nbytes = 0
         arrays = []
         for name, tensor in tensors:
             array = as_view(tensor)
             first = -(-end // ALIGNED) * ALIGNED
             end = file.write(array, first)
-            nbytes += array.nbytes
             arrays.append(_Array(name, array.dtype.str, array.shape, first))
         os.ftruncate(file.descriptor, max(end, ALIGNED))  # its old content may have been longer
-        mapped = _opened(os.getpid(), file.descriptor, tuple(arrays), probe)
+        mapped = MappedArrays(os.getpid(), file.descriptor, tuple(arrays))
         with self._choosing:
             self._files = [*self._files, file][-KEPT:]
-        return Publication(version, mapped, nbytes)
-
-    def receive(self, sent: Publication) -> Weights:
-        mapped: MappedWeights = sent.payload
-        return Weights(sent.version, MappedArrays(mapped), mapped.probe)
+        weights = Weights(version, mapped, probe)
+        return Publication(version, weights, weights.nbytes)
 
 
 def receive_mapped(receive: Callable[[Publication], Weights], sent: Publication) -> Weights:

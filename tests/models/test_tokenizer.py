@@ -6,8 +6,8 @@ from build import train_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tba.models.decoding import decode
-from tba.models.pretrained import Tokenizer as Text
+from tba.models.tokenizer import Tokenizer as Text
+from tba.models.tokenizer import decode
 
 
 def bytes_of(text: str) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from build import copies
 
-from tba.runtime.memory import SharedMemory, receive_mapped
+from tba.runtime.shared_memory import SharedMemory, receive_mapped
 from tba.weights import Direct, Probe, Publication, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
@@ -28,7 +28,7 @@ def test_weights_arrive_whole_and_stay_while_they_are_used():
     transport = SharedMemory()
     sent = resend(Weights(3, arrays, probe), transport)
     assert (sent.version, copies()) == (3, 1)
-    file = sent.payload.file.descriptor
+    file = sent.payload.arrays.file.descriptor
     arrived, receiver = pickle.loads(pickle.dumps((sent, transport)))
     del sent
     del transport
@@ -58,11 +58,11 @@ def test_a_file_is_written_again_once_no_receiver_uses_it():
     np.testing.assert_array_equal(transport.receive(mapped).arrays["parameter"], np.full(900, 1))
     del mapped
     assert copies() == 2  # the second's, and one to write to
-    file = os.fstat(second.payload.file.descriptor).st_ino
+    file = os.fstat(second.payload.arrays.file.descriptor).st_ino
     third = send(3, 7)
     del second
     fourth = send(4, 7)
-    assert (os.fstat(fourth.payload.file.descriptor).st_ino, copies()) == (file, 2)
+    assert (os.fstat(fourth.payload.arrays.file.descriptor).st_ino, copies()) == (file, 2)
     arrived = transport.receive(pickle.loads(pickle.dumps(third)))
     np.testing.assert_array_equal(arrived.arrays["parameter"], np.full(7, 3))
 

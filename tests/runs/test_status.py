@@ -12,7 +12,7 @@ from tba.cli import main
 from tba.display import duration
 from tba.open import run
 from tba.runs.folder import METRICS, SUMMARY, locked
-from tba.runs.state import state_of, table_of
+from tba.runs.status import status_of, table_of
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +26,17 @@ def ended(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_finished_stopped_crashed_or_running(ended, tmp_path):
     shutil.copytree(ended, tmp_path / "run")
     copy = tmp_path / "run"
-    done = state_of(copy)
+    done = status_of(copy)
     assert (done.kind, done.step, done.steps, done.left) == ("finished", 4, 4, None)
     assert done.score is not None and done.stderr is not None
     summary = json.loads((copy / SUMMARY).read_text())
     (copy / SUMMARY).write_text(json.dumps({**summary, "finished": False}))
-    assert state_of(copy).kind == "stopped"
+    assert status_of(copy).kind == "stopped"
     rows = (copy / METRICS).read_text().splitlines(keepends=True)
     (copy / METRICS).write_text("".join(row for row in rows if json.loads(row)["step"] < 3))
-    assert (state_of(copy).kind, state_of(copy).step) == ("crashed", 2)  # the summary is older
+    assert (status_of(copy).kind, status_of(copy).step) == ("crashed", 2)  # the summary is older
     with locked(copy):
-        living = state_of(copy)
+        living = status_of(copy)
     assert living.kind == "running" and living.left is not None and living.left > 0
 
 
