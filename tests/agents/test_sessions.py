@@ -18,14 +18,14 @@ from talk import SIMPLE, call, dialogue_model
 
 import tba.agents.session
 from tba.agents.chat import Chat
-from tba.agents.session import Exchange, Session, Turns, squeezed
+from tba.agents.session import NO_TOKENS, Exchange, Session, Turns, squeezed
 from tba.agents.wire import ChatRequest, message_of
 from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_text
 from tba.models.template import text_of
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt
-from tba.types import NO_TOKENS, Completion, Sampling, Turn
+from tba.types import Completion, Sampling, Turn
 
 __all__ = ["dialogue_model"]  # a fixture
 
