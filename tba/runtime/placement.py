@@ -83,6 +83,15 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
+def emptiest_gpu() -> str:
+    """Return the GPU of this machine with the most free memory.
+
+    This process then keeps a CUDA context on each of them.
+    """
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(gpu_count())]
+    return f"cuda:{free.index(max(free))}"
+
+
 def take_gpu(device: str, expands: bool = True) -> None:
     """Make a GPU the current device of this process, to which quantised models are loaded.
 
