@@ -34,7 +34,13 @@ from tba.runs.folder import (
 from tba.runs.generations import generations, how_to_resume, recover
 from tba.runs.summary import Summary
 from tba.runtime import Searchers, SearchJob
-from tba.runtime.placement import Place, places_on_one_machine, reuse_memory, take_gpu
+from tba.runtime.placement import (
+    Place,
+    emptiest_gpu,
+    places_on_one_machine,
+    reuse_memory,
+    take_gpu,
+)
 from tba.search.prompts import SearchState
 from tba.setup.checks import check_step, placed
 from tba.setup.setup import RunSetup, check
@@ -222,6 +228,23 @@ def _open_console(config: Config, stop: Stop, closing: ExitStack) -> Console:
     return Console(steps, stop.print)
 
 
+def _scoring_device(config: Config, here: str, ranks: str, console: Console) -> str:
+    """Return the device on which this process, which has no rank, scores logged or stored samples.
+
+    `here` is the first device of this machine, and `ranks` are on devices such as this one.
+    """
+    if here != "cpu":
+        if config.runtime.address is None:  # no rank has the last GPU: searchers need at least one
+            return f"cuda:{torch.cuda.device_count() - 1}"
+        return emptiest_gpu()  # ranks may have any of them, or all
+    if ranks != "cpu":
+        console.note(
+            "note: this machine has no GPU, and scores logged or stored samples on its CPU; if that"
+            " is slow, start the run on a machine of the cluster with a GPU"
+        )
+    return here
+
+
 def _assemble(
     setup: RunSetup, folder: Path, stored: Path | None, replay: Replay,
     rollouts: Sequence[Group], stop: Stop, console: Console, closing: ExitStack,
@@ -237,21 +260,20 @@ def _assemble(
     stream = setup.prompt_stream()
     rng = generator(c.run.seed, Use.REPLAY)
     progress, search = checkpoint.beginning(c.first_fill, rng, stream.cursor())
-    free = place.device
-    if cluster and cluster.ranks and free != "cpu":
-        # no rank uses the last one: searchers need at least one
-        free = f"cuda:{torch.cuda.device_count() - 1}"
+    device = place.device
+    if cluster and cluster.ranks and (rollouts or replay == "rescore"):
+        device = _scoring_device(c, device, cluster.ranks[0].place.device, console)
     if stored is not None:
         progress, search = checkpoint.restore(stored, trainer, buffer)
         check_step(progress.step, c)
         stream.seek(search.cursor, others=replay == "drop")
         console.note(f"resumed from {stored.name}")
-        progress, search = renewed(setup, progress, search, buffer, replay, free, console.phase)
+        progress, search = renewed(setup, progress, search, buffer, replay, device, console.phase)
         evaluates = progress.evaluating > 0 or progress.step == c.run.steps
         rewind(folder, progress.step, evaluates)  # after everything that can fail
     if rollouts:
         bf16 = trainer.computes_in_bf16
-        buffer.add(with_reference(rollouts, setup, free, bf16, console.phase), now=0)
+        buffer.add(with_reference(rollouts, setup, device, bf16, console.phase), now=0)
     torch.cuda.empty_cache()  # memory of deleted models, which a rank may need
     if rollouts:
         console.note(described(rollouts, c))

@@ -29,6 +29,7 @@ from tba.learn.policy import Policy
 from tba.learn.trainer import MicroBatchResult, SingleTrainer
 from tba.models import forward as cache
 from tba.open import open_trainer, run
+from tba.runs.console import Console
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import Place, take_gpu
 from tba.types import Batch
@@ -255,32 +256,77 @@ def test_a_rank_takes_its_gpu_before_it_meets_others(tmp_path, pretend, monkeypa
     assert pretend.allocator == TAKEN
 
 
-def test_log_probs_of_rollouts_are_computed_on_a_gpu_without_a_rank(
-    tiny_model, tmp_path, pretend, monkeypatch
-):
-    """The last one. The driver sees all GPUs, and rank 0 has the first."""
-
-    class Computed(Exception):
-        """Log-probs would be computed now."""
-
-    def compute(groups: Any, setup: Any, device: str, *_: Any) -> None:
-        raise Computed(device)
-
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "1", "reward": 1}\n')
-    cluster = SimpleNamespace(ranks=["a slot"], transport=None)
-    monkeypatch.setattr(opening, "open_places", lambda *_: (Place("cuda:0"), cluster))
-    monkeypatch.setattr(opening, "with_reference", compute)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    rollouts = f"replay.rollouts={tmp_path / 'rows.jsonl'}"
-    with pytest.raises(Computed, match="cuda:3"):
-        run(config(tiny_model, tmp_path / "run", *LOCAL, rollouts))
-
-
 LOCAL = (
     "runtime.use=local", "run.steps=2", "checkpoint.every=2", "eval.prompts=4",
     "sampling.top_p=0.9", "sampling.samples=4", "log.console=off", "log.report_to=[]",
     "reward.isolate=none", 'sampling.stop=["1"]', "policy.reset_reference_every=1",
 )  # fmt: skip
+
+
+class Scored(Exception):
+    """Samples would be scored now, on this device."""
+
+
+def with_ranks(monkeypatch: pytest.MonkeyPatch, here: str = "cuda:0") -> None:
+    """Let a run find ranks on GPUs; `here` is the device of the driver, which has no rank."""
+    ranks = [SimpleNamespace(place=Place("cuda:0"))]
+    cluster = SimpleNamespace(ranks=ranks, transport=None)
+    monkeypatch.setattr(opening, "open_places", lambda *_: (Place(here), cluster))
+
+    def compute(groups: Any, setup: Any, device: str, *_: Any) -> None:
+        raise Scored(device)
+
+    def rescore(
+        setup: Any, progress: Any, search: Any, buffer: Any, how: Any, device: str, _: Any
+    ) -> None:
+        raise Scored(device)
+
+    monkeypatch.setattr(opening, "with_reference", compute)
+    monkeypatch.setattr(opening, "renewed", rescore)
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> str:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "1", "reward": 1}\n')
+    return f"replay.rollouts={tmp_path / 'rows.jsonl'}"
+
+
+CLUSTER = ("runtime.use=ray", "runtime.address=10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device"), [((), "cuda:3"), (CLUSTER, "cuda:2")], ids=["one machine", "cluster"]
+)
+def test_log_probs_of_rollouts_are_computed_on_a_gpu_without_a_rank(
+    settings, device, rollouts, tiny_model, tmp_path, pretend, monkeypatch
+):
+    """On one machine the last one; on a cluster, ranks may have any: the one with most memory."""
+    with_ranks(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    free = (10, 20, 70, 60)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 80))
+    with pytest.raises(Scored, match=device):
+        run(config(tiny_model, tmp_path / "run", *LOCAL, *settings, rollouts))
+
+
+def test_stored_samples_are_scored_again_on_a_gpu_without_a_rank(
+    tiny_model, tmp_path, pretend, monkeypatch
+):
+    folder = tmp_path / "run"
+    run(config(tiny_model, folder, *LOCAL))
+    with_ranks(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(Scored, match="cuda:3"):
+        run(config(tiny_model, folder, *LOCAL, "run.steps=3"), folder, "rescore")
+
+
+def test_a_head_without_a_gpu_says_that_its_cpu_scores(rollouts, tiny_model, tmp_path, monkeypatch):
+    with_ranks(monkeypatch, here="cpu")
+    notes: list[str] = []
+    monkeypatch.setattr(opening, "_open_console", lambda *_: Console(2, notes.append))
+    with pytest.raises(Scored, match="cpu"):
+        run(config(tiny_model, tmp_path / "run", *LOCAL, *CLUSTER, rollouts))
+    assert any("no GPU, and scores logged or stored samples on its CPU" in note for note in notes)
 
 
 @pytest.mark.parametrize("settings", [(), LORA], ids=["all weights", "LoRA"])

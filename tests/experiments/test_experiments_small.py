@@ -48,7 +48,7 @@ def test_its_first_steps_run(name, letters_model, monkeypatch, tmp_path):
 
 def test_the_smoke_run_of_one_gpu(letters_model, monkeypatch, tmp_path):
     """The two variants are settings in its first lines."""
-    monkeypatch.setattr("tba.engines.vllm._check_installed", lambda gpus: None)
+    monkeypatch.setattr("tba.engines.vllm._check_installed", lambda config: None)
     row = {"question": "1 + 1?", "answer": "#### 2"}
     other = {"question": "1 + 2?", "answer": "#### 3"}
     for name, one in (("train", row), ("test", other)):

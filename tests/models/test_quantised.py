@@ -123,7 +123,7 @@ def test_several_devices_and_compiled_layers_are_refused(setting, needed):
 
 
 def test_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr("tba.engines.vllm._check_installed", lambda gpus: None)
+    monkeypatch.setattr("tba.engines.vllm._check_installed", lambda config: None)
     with pytest.raises(ValueError, match=r"not the trainer's; set engine=transformers"):
         VLLM.check(load(None, [*QLORA, "engine=vllm"]))
 

@@ -4,12 +4,17 @@ import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from build import copies
 
-from tba.runtime.shared_memory import SharedMemory, receive_mapped
+from tba.config.tables import RuntimeTable
+from tba.runtime.deadline import bind_ray
+from tba.runtime.shared_memory import MappedArrays, SharedMemory, receive_mapped
 from tba.weights import Direct, Probe, Publication, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
@@ -70,6 +75,32 @@ def test_a_file_is_written_again_once_no_receiver_uses_it():
 def test_nothing_is_sent_without_parameters():
     sent = SharedMemory().send(1, [], None)
     assert dict(SharedMemory().receive(pickle.loads(pickle.dumps(sent))).arrays) == {}
+
+
+@pytest.mark.parametrize(("processes", "is_mapped"), [(1, False), (2, True)])
+def test_an_engine_of_several_processes_receives_mapped_weights(processes, is_mapped, monkeypatch):
+    bind_ray(None)
+    import ray
+
+    from tba.runtime.ray import RaySearchers
+
+    given: list[Any] = []
+    actor = MagicMock()
+    started = SimpleNamespace(remote=lambda *arguments: given.append(arguments) or actor)
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda kind: started)
+    engine = SimpleNamespace(options={"tensor_parallel_size": processes})
+    searchers: Any = SimpleNamespace(
+        _settings=RuntimeTable(),
+        _job=SimpleNamespace(setup=SimpleNamespace(config=SimpleNamespace(engine=engine))),
+        _transport=Direct(),
+        _bf16=False,
+        _folders={},
+    )
+    slot: Any = SimpleNamespace(options={"num_gpus": processes}, place="a place")
+    assert RaySearchers._begin(searchers, slot, None)[0] is actor
+    ((*_, receive, newest),) = given
+    weights = receive(Publication(3, Weights(3, {"parameter": np.ones(5, np.float32)})))
+    assert isinstance(weights.arrays, MappedArrays) is is_mapped and newest is None
 
 
 def test_arrays_are_mapped_by_processes_that_they_are_sent_to():
