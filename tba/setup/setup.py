@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -196,7 +196,7 @@ def check(
     refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
     setup = RunSetup(
         config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
-        **vars(data),
+        **{each.name: getattr(data, each.name) for each in fields(Data)},
         strategy=strategy.build(),
         objective=objective,
         selection=selection,
