@@ -5,8 +5,9 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import module_at
@@ -15,11 +16,12 @@ from transformers import Gemma2Config, Qwen2Config
 from tba.cli import main
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
+from tba.config.tables import PolicyTable
 from tba.models.pretrained import load_empty_model
 from tba.runtime.placement import share
-from tba.setup import setup
+from tba.setup import memory, setup
 from tba.setup.machine import Machine, planned_machine
-from tba.setup.memory import MemoryEstimate, group
+from tba.setup.memory import MemoryEstimate, group, sizes_of
 
 ROOT = Path(__file__).parents[2]
 MATH = ROOT / "experiments" / "math_qwen7b_tba_prime.toml"
@@ -44,6 +46,23 @@ def qwen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny_model, folder, ignore=ignored)
     QWEN.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once() -> Iterator[None]:
+    """Count the parameters of each model once, as most tests plan for the same few models."""
+    known: dict[tuple[str, bool, bytes], Any] = {}
+
+    def once(policy: PolicyTable, bf16: bool) -> Any:
+        file = Path(policy.model) / "config.json"
+        key = policy.model_dump_json(), bf16, file.read_bytes() if file.is_file() else b""
+        if key not in known:
+            known[key] = sizes_of(policy, bf16)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "sizes_of", once)
+        yield
 
 
 def needs(model: Path, *settings: str, gpus: str = "4x80", prompt: int = 300) -> MemoryEstimate:
