@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
@@ -206,9 +207,11 @@ ISOLATION_DEADLINE = 3.0
 """Seconds for each answer."""
 
 
-def guard_of(function: Callable[..., Any], deadline: float = ISOLATION_DEADLINE) -> Scoring:
+def guard_of(
+    function: Callable[..., Any], deadline: float = ISOLATION_DEADLINE, longest: float = math.inf
+) -> Scoring:
     task = partial(Custom, data="", reward="", passed=(function,))
-    return Scoring({"": task()}, ScoringProcess({"": task}, 1.0), deadline)
+    return Scoring({"": task()}, ScoringProcess({"": task}, 1.0), deadline, longest=longest)
 
 
 def isolation_judge(guard: Scoring, *groups: Sequence[str]) -> list[list[Verdict]]:

@@ -30,7 +30,6 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 T = torch.Tensor
 CUDA = torch.device("cuda", 0)
@@ -57,6 +56,12 @@ FACTORIES = {
     torch.randperm, torch.from_numpy, torch.frombuffer, torch.asarray, torch.scalar_tensor,
 }  # fmt: skip
 
+PLAIN = {
+    T.shape.__get__, T.dtype.__get__, T.ndim.__get__, T.requires_grad.__get__,  # type: ignore[attr-defined]
+    T.size, T.dim, T.numel, T.is_floating_point, T.__len__,
+}  # fmt: skip
+"""What a tensor says about itself on any device."""
+
 
 class DeviceMismatch(RuntimeError):
     """An operator had operands on the CPU and on the GPU."""
@@ -65,6 +70,19 @@ class DeviceMismatch(RuntimeError):
 def _is_cuda(device: Any) -> bool:
     name = device.type if isinstance(device, torch.device) else device
     return isinstance(name, str) and name.partition(":")[0] == "cuda"
+
+
+def _tensors(*values: Any) -> list[T]:
+    """Return the tensors in nested tuples, lists and dicts; several times faster than PyTorch's."""
+    tensors: list[T] = []
+    for value in values:
+        if isinstance(value, T):
+            tensors.append(value)
+        elif isinstance(value, tuple | list):
+            tensors += _tensors(*value)
+        elif isinstance(value, dict):
+            tensors += _tensors(*value.values())
+    return tensors
 
 
 def _share(one: T, other: T) -> bool:
@@ -222,6 +240,8 @@ class _Functions(TorchFunctionMode):
         self.gpu = gpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PLAIN:
+            return func(*args, **(kwargs or {}))
         gpu, kwargs = self.gpu, dict(kwargs or {})
         if func in (T.device.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.get_device):  # type: ignore[attr-defined]
             return self.read(func, args[0])
@@ -239,7 +259,7 @@ class _Functions(TorchFunctionMode):
             kwargs |= {"device": CPU} if "device" in kwargs else {}
         elif kwargs.get("device") is not None and torch.device(kwargs["device"]) == CPU:
             wanted = "cpu"
-        tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, T)]
+        tensors = _tensors(args, kwargs)
         if func in FACTORIES and tensors and wanted:  # such as as_tensor of a tensor
             return self.move(T.to, (tensors[0], CUDA if wanted == "cuda" else CPU), {})
         is_pinned = func in FACTORIES and kwargs.pop("pin_memory", False)
@@ -301,7 +321,7 @@ class _Operators(TorchDispatchMode):
         gpu, kwargs = self.gpu, kwargs or {}
         name = func._schema.name
         with torch._C.DisableTorchFunction():
-            tensors = [a for a in tree_iter((args, kwargs)) if isinstance(a, T)]
+            tensors = _tensors(args, kwargs)
             tags = [gpu.of(t) for t in tensors]
             device = "cpu"
             if "cuda" in tags:
@@ -324,8 +344,8 @@ class _Operators(TorchDispatchMode):
             elif name in CROSSING and name != "aten::set_":
                 device = gpu.context or device
             known = [t for t in tensors if t.device.type != "meta"]
-            for each in tree_iter(result):
-                if not isinstance(each, T) or each.device.type == "meta":
+            for each in _tensors(result):
+                if each.device.type == "meta":
                     continue
                 if not any(_share(each, t) for t in known) and {device, gpu.of(each)} != {"cpu"}:
                     gpu.tag(each, device)

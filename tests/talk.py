@@ -336,8 +336,13 @@ def replies(searcher: Searcher, group: Group) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", said, re.DOTALL)
 
 
-def check_frequencies(groups: Sequence[Group], every: Sequence[Group]) -> None:
-    """Responses, their rewards and log-probs are those of the enumeration, as often as there."""
+def check_frequencies(
+    groups: Sequence[Group], every: Sequence[Group], deviations: float = 5
+) -> None:
+    """Responses, their rewards and log-probs are those of the enumeration, as often as there.
+
+    Frequencies may differ by so many standard deviations of chi-square.
+    """
     for group, whole in zip(groups, every, strict=True):
         assert group.prompt_tokens.tolist() == whole.prompt_tokens.tolist()
         known = {key_of(t, 0): t for t in whole.trajectories}
@@ -353,4 +358,4 @@ def check_frequencies(groups: Sequence[Group], every: Sequence[Group]) -> None:
         often = expected >= 5
         error = (np.array(list(counts.values())) - expected)[often]
         chi_square, cells = (error**2 / expected[often]).sum(), often.sum()
-        assert chi_square < cells + 5 * np.sqrt(2 * cells)  # five standard deviations
+        assert chi_square < cells + deviations * np.sqrt(2 * cells)

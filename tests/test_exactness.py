@@ -108,15 +108,18 @@ def test_ray(shallow_toy_model, tmp_path):
 
 def test_buffer_filled_by_a_uniform_policy(shallow_toy_model, tmp_path):
     """No sample comes from the policy or an earlier one: all answers have the same chance."""
-    parts = check(by_tb(shallow_toy_model, tmp_path / "run"))
+    beta = 2 * BETA
+    settings = (f"objective.beta={beta}", "run.steps=100", "trainer.learning_rate=1.5e-3")
+    parts = check(by_tb(shallow_toy_model, tmp_path / "run", *settings))
     trainer = parts.trainer("cpu")
     reference = first_policy(parts.config)
+    assert total_variation(reference, reference, parts.text, beta) > 5 * LIMIT
     buffer = ReplayBuffer(per_prompt=10_000)
     buffer.add([group_of_all(parts.text, prompt, reference) for prompt in parts.prompts[:3]], now=0)
     rng = np.random.default_rng(0)
     for step in range(parts.config.run.steps):
         trainer.step(collate(buffer.sample(3, 32, Uniform(), step, rng)), step)
-    assert total_variation(trainer.policy, reference, parts.text, BETA) < LIMIT
+    assert total_variation(trainer.policy, reference, parts.text, beta) < LIMIT
 
 
 def test_dialogues(tmp_path):
@@ -126,18 +129,19 @@ def test_dialogues(tmp_path):
     says cancels. The first policy generates everything that is learned from.
     """
     beta = 2 * BETA
-    settings = (*talk.SETTINGS, f"objective.beta={beta}", "run.steps=160")
-    config = by_tb(talk.save_model(tmp_path / "model"), tmp_path / "run", *settings)
-    parts, samples = check(config), 2048
+    settings = (*talk.SETTINGS, f"objective.beta={beta}", "run.steps=130")
+    rate = "trainer.learning_rate=1.2e-3"
+    config = by_tb(talk.save_model(tmp_path / "model"), tmp_path / "run", *settings, rate)
+    parts, samples = check(config), 1024
     setup = parts.search_setup()
     setup = replace(setup, sampling=replace(setup.sampling, samples=samples))
     searched = setup.build("cpu", False).search(parts.prompts[:3], seed=0)
     assert (
-        searched.stats.counts["tools/calls"] > 1000 and not searched.stats.counts["tools/failures"]
+        searched.stats.counts["tools/calls"] > 500 and not searched.stats.counts["tools/failures"]
     )
     reference = first_policy(config)
     every = [talk.group_of_all(g.prompt, reference) for g in searched.groups]
-    talk.check_frequencies(searched.groups, every)
+    talk.check_frequencies(searched.groups, every, deviations=3)
     for group, whole in zip(searched.groups, every, strict=True):
         finished = {key_of(t, 0): t.finished for t in whole.trajectories}
         assert all(t.finished == finished[key_of(t, 0)] for t in group.trajectories)

@@ -223,8 +223,8 @@ def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], spli
     optimum = (ref.sum(-1)[0] + joint.reward[0] / BETA).softmax(0)
     groups = sessions_of(second, split)
     batches = []
-    for group in groups:
-        batch = collate([group])
+    for alike in filter(None, (groups[:1], groups[1:])):  # groups of one size
+        batch = collate(alike)
         with torch.no_grad():
             logp = policy(batch).logp
         batches.append(replace(batch, ref_logp=logp, behavior_logp=logp))
@@ -245,6 +245,7 @@ def distance_from_optimum(folder: Path, second: Callable[[int], list[int]], spli
 STEPS = 200
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_rewritten_context_keeps_the_optimum_from_data_of_any_policy(tmp_path):
     """One residual for a session, whose second context is written anew and forgets nothing.
 

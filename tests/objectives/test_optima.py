@@ -178,7 +178,7 @@ def end(
         logits = (logits - 4 * gradient).detach()
         log_z = (log_z - (0 if pull is None else 4 * pull)).detach()
         history = [*history, logits.softmax(0)][-8 if "ago" in sampler else -1 :]
-        if gradient.abs().max() < 1e-9:
+        if gradient.abs().max() < 1e-8:
             break
     return history[-1]
 

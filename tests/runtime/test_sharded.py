@@ -59,23 +59,23 @@ def test_a_run_of_two_ranks(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(ShardedTrainer, "step", step)
     monkeypatch.setattr(SearcherHandle, "search", counting)
     changing = (
-        "runtime.searchers=2", "runtime.cores=share", "strategy=recent", "run.steps=8",
+        "runtime.searchers=2", "runtime.cores=share", "strategy=recent", "run.steps=5",
         "policy.reset_reference_every=3", "trainer.learning_rate=1e-2", "objective=vineppo",
         "objective.step_tokens=1", "objective.rollouts=2",
     )  # fmt: skip
     ended = run_and_keep(ray_config(tiny_model, folder, *TWO, *changing))
-    assert len(met) == 8 and not met[0].exists()
+    assert len(met) == 5 and not met[0].exists()
     rows = [row for row in read(folder / METRICS) if "loss" in row]
-    assert [row["step"] for row in rows] == [*range(1, 9)]
+    assert [row["step"] for row in rows] == [*range(1, 6)]
     assert min(row["batch/imbalance"] for row in rows) >= 0
     assert max(row["sync/logp_gap"] for row in rows) < 1e-4
     assert "2 ranks, the longest" in report([folder]).read_text("utf-8")
-    assert [row["off_policy/lag_max"] for row in rows] == [0] * 8
-    assert [row["samples_generated"] for row in rows] == [12 * (step + 1) for step in range(1, 9)]
+    assert [row["off_policy/lag_max"] for row in rows] == [0] * 5
+    assert [row["samples_generated"] for row in rows] == [12 * (step + 1) for step in range(1, 6)]
     on_reference = [step for step, row in enumerate(rows) if abs(row["log_ratio"]) < 1e-4]
-    assert on_reference == [0, 3, 6]
+    assert on_reference == [0, 3]
     # three prompts a turn: two for one of them, one for the other
-    assert sum(given.values()) == 27 and min(given.values()) >= 7
+    assert sum(given.values()) == 18 and min(given.values()) >= 5
     for trajectory in (t for g in ended.buffer.groups() for t in g.trajectories):
         assert trajectory.value is not None and np.isfinite(trajectory.value).all()
         assert len(trajectory.value) == len(trajectory.tokens)

@@ -36,7 +36,7 @@ from tba.tasks.custom import Custom
 
 @pytest.fixture(scope="module")
 def guard() -> Iterator[Scoring]:
-    guard = guard_of(misbehaving())
+    guard = guard_of(misbehaving(), longest=DEADLINE)
     yield guard
     guard.close()
 
@@ -439,7 +439,7 @@ def test_an_async_function_that_ignores_its_cancellation_does_not_hang_the_searc
 def test_async_groups_in_flight_are_scored_again(monkeypatch):
     """A call that is late is cancelled; only one that blocks the event loop costs the process."""
     monkeypatch.setattr("tba.scoring.scoring.GRACE", 0.2)
-    guard = guard_of(asynchronous(), deadline=5.0)
+    guard = guard_of(asynchronous())
     verdicts = judge(guard, ["one"], ["sleep"], ["raise"], ["two"])
     first = verdicts[0][0]
     assert reasons(verdicts) == [[first], ["timeout"], ["raised"], [first]]

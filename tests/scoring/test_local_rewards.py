@@ -52,6 +52,7 @@ def test_a_run_whose_scoring_process_cannot_be_replaced_is_saved(tiny_model, tmp
 
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "Child", start)
+        patch.setattr("tba.scoring.process.PAUSES", (0.0, 0.1))
         with pytest.raises(EngineError, match="unavailable"):
             run(chosen)
     folder = tmp_path / "run"
