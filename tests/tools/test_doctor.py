@@ -21,7 +21,7 @@ from tba.setup.checks import placed
 from tba.tools import doctor
 from tba.tools.doctor import Finding, examine, small
 
-EXPERIMENTS = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
 SECTIONS = [
     "versions", "GPUs", "shared memory", "disk of the run", "temporary files", "network",
     "a short run",
