@@ -5,7 +5,7 @@
 # a GPU:
 #   docker build -t tba-cuda --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 \
 #       --build-arg CONSTRAINTS=constraints-gpu.txt --build-arg EXTRAS=lora,math,vllm --build-arg PACKAGES='ray[default]' .
-#   docker run --rm --gpus all --shm-size=16g -v "$PWD/runs:/work/runs" tba-cuda tba doctor
+#   docker run --rm --gpus all --shm-size=16g -v "$PWD/runs:/work/runs" tba-cuda tba check --machine
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS system

@@ -77,6 +77,8 @@ def near(found: dict[str, float], expected: dict[str, float], rel: float) -> Non
         assert found[name] == pytest.approx(expected[name], rel=rel, abs=1e-6), name
 
 
+WAITS = 2
+"""Of a step, of any kind and in any layout: for metrics, and for the norm of the gradient."""
 EVERY = [*product(KINDS, LAYOUTS)]
 FEW = {pair for n, pair in enumerate(EVERY) if n % 3 == n // 3 % 3}
 """Each kind of step in one layout."""
@@ -95,12 +97,13 @@ def test_a_step_has_one_device_and_the_numbers_of_the_cpu(
     alone = setup_of(tiny_model, *KINDS[kind], precision).trainer("cpu")
     alone = in_layout(alone, layout, monkeypatch)
     for step in (1, 2):
-        near(own.step(drawn(), step), alone.step(drawn(), step), 0.05 if in_bf16 else 1e-3)
+        pretend.clear()
+        metrics = own.step(drawn(), step)
+        assert pretend.waits.total() == WAITS, +pretend.waits
+        near(metrics, alone.step(drawn(), step), 0.05 if in_bf16 else 1e-3)
     assert all(pretend.of(p) == "cuda" for p in own.policy.parameters())
 
 
-WAITS = 2
-"""Of a step, in any layout: for metrics, and for the norm of the gradient."""
 COPIES = {"packed": 17, "cached": 23, "plain": 17}
 """Of a step of one micro-batch, to the GPU."""
 

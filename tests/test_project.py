@@ -6,11 +6,14 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import tba
+from tba.cli import app
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -79,13 +82,19 @@ def test_the_commands_of_the_image_install_the_package(tmp_path):
     assert shown.stdout == f"tba {tba.__version__}\n"
 
 
-def test_the_image_for_gpus_names_files_and_extras_that_exist():
-    """The command stands in the comment at the top of the Dockerfile."""
+def test_the_image_for_gpus_names_files_extras_and_commands_that_exist():
+    """The commands are in the comment at the top of the Dockerfile."""
     comment = (ROOT / "Dockerfile").read_text().partition("ARG BASE")[0]
     (constraints,) = re.findall(r"CONSTRAINTS=(\S+)", comment)
     (extras,) = re.findall(r"EXTRAS=(\S+)", comment)
     assert (ROOT / constraints).is_file()
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+    commands = [line.split() for line in re.findall(r" tba(?:-cuda)? tba (.+)$", comment, re.M)]
+    assert ["check", "--machine"] in commands
+    known: Any = get_command(app)
+    for name, *options in commands:
+        context = known.commands[name].make_context(name, options)
+        assert not context.params["settings"], name  # unknown options would be settings
 
 
 def test_the_image_has_what_triton_compiles_with():

@@ -120,6 +120,18 @@ def test_methods_of_the_engine_take_these_arguments():
     assert {"sleep", "wake_up", "is_sleeping", "collective_rpc", "add_request"} <= called.keys()
 
 
+def arguments_on(
+    device: str, model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine on this device."""
+    monkeypatch.setattr(vllm, "RunningBatch", lambda *given: None)
+    parts = setup_of(model)
+    sampling = Sampling(4, 1.0, 5)
+    engine = VLLM(parts.config.policy, parts.text, device, False, sampling, **options)
+    api = SimpleNamespace(InProcess=object, __name__="api")
+    return engine._arguments(api)
+
+
 @has_sources
 def test_classes_have_these_fields(tiny_model, monkeypatch):
     for file, classes in READ.items():
@@ -130,13 +142,17 @@ def test_classes_have_these_fields(tiny_model, monkeypatch):
         if isinstance(node, ast.Call) and name == "SamplingParams":
             given = {keyword.arg for keyword in node.keywords}
             assert given <= members(class_of(HOMES[name], name))
-    monkeypatch.setattr(vllm, "RunningBatch", lambda *given: None)
-    parts = setup_of(tiny_model)
+    known = members(class_of(HOMES["EngineArgs"], "EngineArgs"))
     for device in ("cpu", "cuda:0"):
-        engine = VLLM(parts.config.policy, parts.text, device, False, Sampling(4, 1.0, 5))
-        api = SimpleNamespace(InProcess=object, __name__="api")
-        arguments = engine._arguments(api)
-        assert arguments.keys() <= members(class_of(HOMES["EngineArgs"], "EngineArgs"))
+        assert arguments_on(device, tiny_model, monkeypatch).keys() <= known
+
+
+def test_a_batch_has_more_tokens_on_a_gpu(tiny_model, monkeypatch):
+    """In any case as many as the context has: a CPU cannot divide prompts."""
+    for device, fewest in (("cpu", 2048), ("cuda:0", 8192)):
+        for context, expected in ((32, fewest), (9000, 9000)):
+            found = arguments_on(device, tiny_model, monkeypatch, max_model_len=context)
+            assert found["max_num_batched_tokens"] == expected, device
 
 
 @has_sources

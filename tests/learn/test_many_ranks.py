@@ -6,7 +6,8 @@ numbers are not.
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ import torch
 from build import gradients_of, random_batch, trainer
 from torch import distributed
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.config.plugins import with_defaults
 from tba.config.schema import load
+from tba.learn import layouts
+from tba.learn.micro_batches import Shape
 from tba.models.sharding import shard
 from tba.setup.machine import planned_machine
 from tba.setup.memory import MemoryEstimate
@@ -35,12 +39,14 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of 64 ranks, of which only this one exists."""
+def alone_of() -> Iterator[Callable[[int], None]]:
+    """Function that begins a process group of so many ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    distributed.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
-    yield
+    def begin(ranks: int) -> None:
+        distributed.init_process_group("fake", rank=RANK, world_size=ranks, store=FakeStore())
+
+    yield begin
     distributed.destroy_process_group()
 
 
@@ -58,7 +64,8 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     return saved(tiny_model, tmp_path / "model", SHAPE)
 
 
-def test_a_step_of_one_rank_of_64(model, alone):
+def test_a_step_of_one_rank_of_64(model, alone_of):
+    alone_of(RANKS)
     t = trainer(model, "policy.attention=sdpa")
     numbers = sum(p.numel() for p in t.policy.parameters())
     shapes = {name: p.shape for name, p in t.policy.named_parameters()}
@@ -96,27 +103,53 @@ def test_a_step_of_one_rank_of_64(model, alone):
     assert sum(held.values()) == 16 * numbers / RANKS
 
 
-@pytest.mark.filterwarnings("ignore:.*[Bb]ackward hook")  # of a model that returns no tensor
-@pytest.mark.parametrize("after_forward", [True, False])
-def test_messages_of_one_rank_of_eight(tiny_model, tmp_path, after_forward):
-    """Of 24 layers and the rest of the model, which is one more, in a step of one micro-batch."""
-    from torch.distributed.tensor.debug import CommDebugMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+class Messages(TorchDispatchMode):
+    """Counts collectives, also where a module runs more than once, unlike `CommDebugMode`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls the operators of its parts
+        name = func.overloadpacket.__name__
+        sends = name not in ("wait_tensor", "_wrap_tensor_autograd")
+        if func.namespace in ("c10d", "_c10d_functional") and sends:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("passes", "after_forward", "gathers"),
+    [(1, True, 49), (1, False, 25), (4, True, 193), (4, False, 97)],
+)
+def test_messages_of_one_rank_of_eight(
+    passes, after_forward, gathers, tiny_model, tmp_path, alone_of, monkeypatch
+):
+    """Of 24 layers and the rest of the model, which is one more, in a step of one micro-batch.
+
+    It has one packed pass, or one over prompts and three over responses of three lengths. The
+    backward pass gathers layers that were freed: after the forward pass, or after a later pass.
+    """
     shape = {**SHAPE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 24}
     folder = saved(tiny_model, tmp_path / "model", shape)
-    distributed.init_process_group("fake", rank=RANK, world_size=8, store=FakeStore())
+    alone_of(8)
     t = trainer(folder, "policy.attention=sdpa")
     shard(t.policy, t.policy.model, "cpu", False, 8, after_forward)
     t = replace(t, rank=RANK, ranks=8)
-    batch = random_batch(0, 8, samples=3, longest=6)
+    batch = random_batch(0, 8, samples=4, longest=6)
+    if passes > 1:
+        monkeypatch.setattr(layouts, "PACKED_TOKENS", 0)
+        monkeypatch.setattr(layouts, "PASS_COST", 0)
+    (part,) = t.micro_batches(batch)
+    assert part.shapes == (Shape("packed") if passes == 1 else Shape("cached", passes - 1),)
     t.step(batch, 1)
     counts = []
     for call in (lambda: t.step(batch, 1), lambda: t.copy_rows(1, False)):
-        with CommDebugMode() as sent:
+        with Messages() as sent:
             call()
-        counts.append({str(name).rpartition(".")[2]: n for name, n in sent.comm_counts.items()})
-    distributed.destroy_process_group()
-    gathers = 24 + 24 * after_forward + 1  # the backward pass gathers layers that were freed
+        counts.append(sent.counts)
+        monkeypatch.undo()  # the publication's probe is packed
     step = {"_allgather_base_": gathers, "_reduce_scatter_base_": 24 + 1, "all_reduce": 1}
     assert counts == [step, {"_allgather_base_": 24 + 1}]  # the publication's are of the probe
