@@ -1,12 +1,16 @@
 """Reference log-probs are computed from tokens, and their version travels on the group."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from build import pack, setup_of
 from exact import completed, toy_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from tba.config.schema import load
 from tba.config.tables import PolicyTable
@@ -111,6 +115,39 @@ def test_linear_layers_in_bf16_give_the_same_bits(layout, tied, make_model):
     np.testing.assert_array_equal(weights.probe.logp, publish.answer(converted, asked, 1).logp)
     expected = pack(converted.model, 1, bf16=True).arrays
     assert all(np.array_equal(weights.arrays[name], array) for name, array in expected.items())
+
+
+class NewMatrices(TorchDispatchMode):
+    """Keeps the memory of matrices that are made, other than views of these tensors."""
+
+    def __init__(self, old: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._old = {t.untyped_storage()._cdata for t in old}
+        self._made: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_iter(result):
+            if isinstance(each, torch.Tensor) and each.ndim == 2:
+                storage = each.untyped_storage()
+                if storage._cdata not in self._old:
+                    self._made[storage._cdata] = storage
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._made.values())
+
+
+def test_the_first_copy_makes_no_linear_layer_in_fp32(make_model):
+    """Not even for a moment: the trainer's GPU may have no room for it."""
+    table = PolicyTable(model=str(make_model(tied=False)))
+    policy = Policy(load_model(table, torch.float32), 0.7, autocast=True)
+    linear = [m.weight for m in policy.modules() if isinstance(m, torch.nn.Linear)]
+    embeddings = policy.model.get_input_embeddings().weight
+    with NewMatrices(policy.parameters()) as made:
+        publish.Copy(policy, bf16=True)
+    assert made.nbytes == 4 * embeddings.numel() + 2 * sum(w.numel() for w in linear)
 
 
 def searcher(model: Path, folder: Path) -> tuple[Searcher, list[Group]]:
