@@ -145,6 +145,17 @@ def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlexAttention without compilation, as operators of PyTorch."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture
 def pretend() -> Iterator[Pretended]:
     """A GPU, `cuda:0`, that is pretended for the length of a test."""
     with Pretended() as gpu:

@@ -8,8 +8,10 @@ Real CPU tensors compute. Their storages are tagged "cpu" or "cuda", in three la
                  operands are on two devices, tags results, counts where the host waits
     patches      torch.cuda.*, autocast("cuda"), threads that are started
 
-It sees no other process, no kernel outside of aten, no stream and no memory, and CUDA's rules of
-autocast and numbers are those of the CPU. FakeTensorMode has no values, from which plans are made.
+It sees no other process, no kernel outside of aten but FlexAttention's, no stream and no memory,
+and CUDA's rules of autocast and numbers are those of the CPU. The number of waits is a lower bound:
+a copy to the GPU with `non_blocking` counts as none, though CUDA may wait where memory is pageable.
+FakeTensorMode has no values, from which plans are made.
 """
 
 import sys
@@ -25,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo  # it looks through torch.cuda when it is imported: before that is patched
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -137,6 +140,8 @@ class Pretended:
         with torch._C.DisableTorchFunction():
             if tensor.device.type == "meta":
                 return "meta"
+            while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                tensor = torch._C._functorch.get_unwrapped(tensor)  # of vmap: without a storage
             found = self._tags.get(tensor.untyped_storage()._cdata)
         return "cpu" if found is None else found[0]
 
@@ -313,12 +318,28 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, gpu: Pretended):
         super().__init__()
         self.gpu = gpu
 
+    def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out FlexAttention: its operands and its mask are on one device."""
+        with torch._C.DisableTorchFunction():
+            tags = {self.gpu.of(t) for t in _tensors(args, kwargs)}
+        if len(tags) > 1:
+            raise DeviceMismatch(f"{func} of tensors on {sorted(tags)}, at {_where()}")
+        result = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            for each in _tensors(result):
+                self.gpu.tag(each, *tags)
+        return result
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu, kwargs = self.gpu, kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self.attend(func, args, kwargs)
         name = func._schema.name
         with torch._C.DisableTorchFunction():
             tensors = _tensors(args, kwargs)

@@ -132,6 +132,24 @@ def test_more_passes_have_no_more_waits(layout, tiny_model, pretend, monkeypatch
         assert pretend.waits.total() == WAITS, (budget, +pretend.waits)
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_forward_pass_with_flex_attention_has_one_device(layout, tiny_model, pretend, uncompiled):
+    """In bf16 as well. Its backward pass needs a real GPU."""
+    for precision in ("off", "bf16"):
+        own, sdpa = (
+            on_cuda(tiny_model, f"policy.attention={kind}", f"policy.autocast={precision}").policy
+            for kind in ("flex", "sdpa")
+        )
+        pretend.clear()
+        logp = own(drawn(), layout).logp
+        assert pretend.waits.total() == 0, +pretend.waits
+        assert pretend.of(logp) == "cuda"
+        difference = (logp - sdpa(drawn(), layout).logp).abs().max().item()
+        assert difference < (1e-5 if precision == "off" else 0.05)
+
+
 def test_every_objective_has_one_device_and_few_waits(tiny_model, pretend):
     """One more for a head, and one a micro-batch for a check of value estimates."""
     own = on_cuda(tiny_model)

@@ -3,14 +3,12 @@
 It runs without compilation here, and without a backward pass, which it does not have on a CPU.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from build import config, make, random_batch
-from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from tba.config.tables import PolicyTable
@@ -24,16 +22,11 @@ from tba.setup.machine import planned_machine
 from tba.setup.setup import check
 from tba.types import Batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.usefixtures("uncompiled"),
+]
 LAYOUTS: list[Layout] = ["packed", "cached", "plain"]
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 def policy(attention: str, family: str = "llama", **options: Any) -> Policy:
