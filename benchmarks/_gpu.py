@@ -75,14 +75,19 @@ PEAKS = {
 """Dense bf16 TFLOP/s of cards; the first name that is part of a card's counts."""
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """Return a parser of the options."""
     parser = _measure.arguments(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after so long")
     parser.add_argument("--parts", nargs="+", help="measure parts whose names have one of these")
     parser.add_argument("--profile", type=Path, help="file of the profile of a first step")
     parser.add_argument("--plan", nargs="+", type=float, help="only print what fits so many GB")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     missing = [name for name in ("torch", "transformers", "tba") if find_spec(name) is None]
     if missing:
         print(f"skipped everything: cannot import {', '.join(missing)}")

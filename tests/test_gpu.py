@@ -39,6 +39,7 @@ from tba.models import model_path
 from tba.open import run
 from tba.runs import checkpoint
 from tba.runs.folder import METRICS, read
+from tba.runtime.placement import device_here, take_gpu
 from tba.setup.machine import this_machine
 from tba.setup.memory import MemoryEstimate
 from tba.setup.setup import check
@@ -263,6 +264,19 @@ def test_waits_of_the_host_in_a_step(layout, monkeypatch):
         own.step(batch(), 2)
     print(f"{layout}: {waits.total()} waits", *waits.most_common(), sep="\n  ")
     assert 0 < waits.total() < 200
+
+
+@ON_GPU
+def test_memory_segments_expand(monkeypatch):
+    """After the process has taken its GPU, also if it has used it before."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    torch.zeros(1, device=DEVICE)
+    take_gpu(device_here())
+    kept = torch.zeros(2**26, device=DEVICE)
+    expandable = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    assert len(kept) and any(expandable)
 
 
 @ON_GPU

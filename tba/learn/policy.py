@@ -120,9 +120,9 @@ class Policy(nn.Module):
         """Return log-probability and entropy at each sampled token, and the head's output.
 
         Equal responses of a group run once. Indices are computed from the batch on the CPU, so that
-        nothing waits for the GPU. All layouts give the same result; the default is the fastest that
-        `share_prompt` allows. The default temperature is the policy's. The cached layout runs at
-        least `passes` passes over responses.
+        no size is read from the GPU. All layouts give the same result; the default is the fastest
+        that `share_prompt` allows. The default temperature is the policy's. The cached layout runs
+        at least `passes` passes over responses.
         """
         plan = plan_of(batch, self.share_prompt, packing(self.model), layout, passes)
         with self.precision():
@@ -151,7 +151,10 @@ class Policy(nn.Module):
         )
 
     def _here(self, values: Tensor) -> Tensor:
-        """Copy values from the CPU to the device, without waiting for a GPU."""
+        """Copy values from the CPU to the device.
+
+        PyTorch does not wait for a GPU. CUDA may, because the values are in pageable memory.
+        """
         return values.to(self.device, non_blocking=True)
 
     def precision(self) -> torch.autocast:
