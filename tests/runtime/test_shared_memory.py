@@ -1,5 +1,6 @@
 """Weights that searchers map from the trainer's memory."""
 
+import gc
 import os
 import pickle
 import subprocess
@@ -18,6 +19,12 @@ from tba.runtime.shared_memory import MappedArrays, SharedMemory, receive_mapped
 from tba.weights import Direct, Probe, Publication, Weights, resend
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs nameless files in memory")
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_copies():
+    """Free what ended runs of other tests have left to the garbage collector."""
+    gc.collect()
 
 
 def test_weights_arrive_whole_and_stay_while_they_are_used():
