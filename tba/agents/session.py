@@ -307,7 +307,7 @@ class Turns:
         self,
         complete: Callable[[Sequence[Turn]], list[Completion]],
         joins_batches: bool,
-        sessions: Sized = (),
+        sessions: Sized,
     ) -> None:
         """`complete` samples turns; `joins_batches`: see `Engine.joins_batches`.
 
@@ -353,7 +353,9 @@ class Turns:
             self._changed.wait_for(lambda: not self._expected, TOKENISING)
             if self._waiting and self._threads is None:
                 # a session that comes too late would wait for this batch, and be a batch by itself
-                self._changed.wait_for(self._has_everyone, PATIENCE * self._last)
+                self._changed.wait_for(
+                    lambda: len(self._waiting) >= len(self._sessions), PATIENCE * self._last
+                )
             taken = self._waiting
             self._waiting = []
         wanted = [each for each in taken if each[1].set_running_or_notify_cancel()]
@@ -364,9 +366,6 @@ class Turns:
             return
         for each in wanted:
             self._threads.submit(self._complete, [each])
-
-    def _has_everyone(self) -> bool:
-        return len(self._waiting) >= len(self._sessions)
 
     def _complete(self, wanted: Sequence[tuple[Turn, "Future[Completion]"]]) -> None:
         if not wanted:
