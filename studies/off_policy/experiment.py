@@ -13,8 +13,8 @@ Stages:
 4. table: the best settings of each, with other seeds, and prompts that the search has not seen.
 
 The score of a run is the mean of its last three evaluations; a run that failed has 0. The rows of
-an objective under a condition are written to rows/NAME.json as soon as its runs have ended, and are
-not run again.
+an objective under a condition are written to rows/NAME.json as soon as its runs have ended, or when
+the study is interrupted; runs that have a row are not run again.
 """
 
 from __future__ import annotations
@@ -178,33 +178,33 @@ class Experiment:
         rows = self.known()
         has = {(row["stage"], key_of(row), row["seed"]) for row in rows}
         for cell in self.cells():
-            own = [s for s in settings if s.cell == cell]
-            missing = [
-                s for s in own if any((stage, key_of(asdict(s)), n) not in has for n in seeds)
-            ]
+            runs = product((s for s in settings if s.cell == cell), seeds)
+            missing = [(s, seed) for s, seed in runs if (stage, key_of(asdict(s)), seed) not in has]
             if missing:
-                made = self.made(stage, missing, seeds)
-                rows += [row for row in made if (stage, key_of(row), row["seed"]) not in has]
+                made = self.made(stage, missing)
+                rows += made
                 self.keep(rows)
+                if len(made) < len(missing):
+                    left = len(missing) - len(made)
+                    raise SystemExit(f"{left} runs have not ended; the rows of the others are kept")
         asked = {key_of(asdict(setting)) for setting in settings}
         return [row for row in rows if row["stage"] == stage and key_of(row) in asked]
 
-    def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
-        """Run settings of one objective under one condition, and return their rows."""
-        first = settings[0]
+    def made(self, stage: str, runs: Sequence[tuple[Setting, int]]) -> list[Row]:
+        """Run settings of one cell, each with a seed; return the rows of runs that ended."""
+        first = runs[0][0]
         print(f"{self.name}, {stage}: {first.objective}, {self.condition} {first.condition}")
         place = f"{self.name}-{stage}-{first.objective}-{first.condition}"
         folder = RUNS / re.sub(r"\W+", "_", place)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "study.toml"
-        path.write_text(self.text(stage, folder, settings, seeds), encoding="utf-8")
-        status = sweep(path)
-        if status:
-            raise SystemExit(status)
-        runs = {label_of(setting, seed): (setting, seed) for setting in settings for seed in seeds}
+        path.write_text(self.text(stage, folder, runs), encoding="utf-8")
+        sweep(path)
+        by_label = {label_of(*run): run for run in runs}
         return [
-            self.row(folder, result, stage, *runs[result["axes"]["variant"]])
+            self.row(folder, result, stage, *by_label[result["axes"]["variant"]])
             for result in write_results(folder).to_dict("records")
+            if result["status"] == "finished" or str(result["error"]).startswith("NotFinite")
         ]
 
     def row(self, folder: Path, result: Row, stage: str, setting: Setting, seed: int) -> Row:
@@ -222,15 +222,13 @@ class Experiment:
             "curve": {int(step): round(score, 5) for step, score in by_step.items()},
         }
 
-    def text(
-        self, stage: str, folder: Path, settings: Sequence[Setting], seeds: Sequence[int]
-    ) -> str:
-        """Return settings as a study, in TOML."""
+    def text(self, stage: str, folder: Path, runs: Sequence[tuple[Setting, int]]) -> str:
+        """Return settings, each with a seed, as a study in TOML."""
         lines = ["[study]", f'folder = "{folder}"', f"parallel = {PARALLEL}"]
         kept = json.dumps(self.keep_checkpoints)
         lines += [f"keep_checkpoints = {kept}", f'base = "{HERE / self.base}"', ""]
         lines += ["[[grid]]", f'name = "{stage}"', "variants = ["]
-        for setting, seed in product(settings, seeds):
+        for setting, seed in runs:
             given = {
                 "label": label_of(setting, seed),
                 "run.seed": seed,

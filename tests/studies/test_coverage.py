@@ -107,7 +107,9 @@ def test_every_setting_is_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     every = [Setting(*cell, 1e-4, "linear") for cell in COVERAGE.cells()]
     file = tmp_path / "study.toml"
-    file.write_text(COVERAGE.text("rates", tmp_path, every, COVERAGE.search_seeds))
+    file.write_text(
+        COVERAGE.text("rates", tmp_path, [(each, COVERAGE.search_seeds[0]) for each in every])
+    )
     study = read_study(file)
     assert len(study.trials) == len(every) and study.table.keep_checkpoints
     for trial in study.trials[::7]:
@@ -120,9 +122,9 @@ def test_every_setting_is_a_config(tmp_path, monkeypatch):
 class Known(Coverage):
     """Runs whose numbers are known: reward is best at beta .03, and spread at beta .3."""
 
-    def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
+    def made(self, stage: str, runs: Sequence[tuple[Setting, int]]) -> list[Row]:
         rows = []
-        for setting in settings:
+        for setting, seed in runs:
             has_beta = "objective.beta" in self.objectives[setting.objective]
             beta = max(1e-3, self.beta_of(setting)) if has_beta else 1
             off = abs(log(setting.rate / (3e-4 if beta < 0.1 else 1e-4)))
@@ -136,9 +138,7 @@ class Known(Coverage):
                 **numbers,
                 "coverage": {"200": {}},
             }
-            rows += [
-                {**own, "seed": seed, "effective": 0.5, "distinct": 9, "tv": 0.1} for seed in seeds
-            ]
+            rows.append({**own, "seed": seed, "effective": 0.5, "distinct": 9, "tv": 0.1})
         return rows
 
 
@@ -173,9 +173,9 @@ def test_the_study_continues_from_the_rows_that_are_kept(tmp_path):
     asked = []
 
     class Recorded(Known):
-        def made(self, stage: str, settings: Sequence[Setting], seeds: Sequence[int]) -> list[Row]:
-            asked.extend((stage, key_of(vars(s)), seed) for s in settings for seed in seeds)
-            return super().made(stage, settings, seeds)
+        def made(self, stage: str, runs: Sequence[tuple[Setting, int]]) -> list[Row]:
+            asked.extend((stage, key_of(vars(s)), seed) for s, seed in runs)
+            return super().made(stage, runs)
 
     objectives = {name: COVERAGE.objectives[name] for name in {r["objective"] for r in kept}}
     conditions = {lag: COVERAGE.conditions[lag] for lag in {row["condition"] for row in kept}}

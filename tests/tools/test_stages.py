@@ -53,7 +53,8 @@ def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_pat
         experiment = replace(experiment, given={**(experiment.given or {}), **given})
     settings = [setting(*cell, rate) for cell in experiment.cells() for rate in experiment.rates]
     file = tmp_path / "rates.toml"
-    file.write_text(experiment.text("rates", tmp_path, settings, experiment.search_seeds))
+    runs = [(each, seed) for each in settings for seed in experiment.search_seeds]
+    file.write_text(experiment.text("rates", tmp_path, runs))
     study = read_study(file)
     assert len(study.trials) == len(settings) * len(experiment.search_seeds)
     assert f"({len(study.trials)} for rates, " in experiment.count()
@@ -68,10 +69,10 @@ def test_every_setting_of_the_first_stage_is_a_config(experiments, name, tmp_pat
 
 def test_the_table_is_of_other_prompts_than_the_search(experiments, tmp_path):
     lags = experiments["lags"]
-    one = [setting("tb", 4, 1e-5)]
+    runs = [(setting("tb", 4, 1e-5), seed) for seed in (3, 5)]
     for stage in ("rates", "table"):
         file = tmp_path / f"{stage}.toml"
-        file.write_text(lags.text(stage, tmp_path, one, (3, 5)))
+        file.write_text(lags.text(stage, tmp_path, runs))
         study = read_study(file)
         configs = [study.config(trial) for trial in study.trials]
         assert [c.run.seed for c in configs] == [3, 5]
@@ -88,11 +89,29 @@ def test_the_study_has_fourteen_objectives_at_five_lags_and_five_rates(experimen
 def test_a_seed_that_is_added_is_one_more_row(small, monkeypatch, tmp_path):
     """The rows of the others are not there twice."""
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
-    rows = [row("tb", 0, 1e-5, 0.5, seed=seed) for seed in range(3)]
-    monkeypatch.setattr(type(small), "made", lambda self, stage, some, seeds: rows[: len(seeds)])
+    monkeypatch.setattr(type(small), "made", ended)
     for seeds in ((0, 1), (0, 1, 2)):
         kept = small.run("rates", [setting("tb", 0, 1e-5)], seeds)
     assert [each["seed"] for each in kept] == [0, 1, 2]
+
+
+def ended(experiment: Any, stage: str, runs: list[tuple[Any, int]]) -> list[dict[str, Any]]:
+    """Rows of runs, as if all had ended."""
+    return [row(s.objective, s.condition, s.rate, 0.5, seed=seed) for s, seed in runs]
+
+
+def test_an_interrupted_cell_keeps_the_rows_of_runs_that_ended(small, monkeypatch, tmp_path):
+    """The next call makes the other runs of the cell only."""
+    monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
+    monkeypatch.setattr(type(small), "made", lambda *given: ended(*given)[:2])
+    settings = [setting("tb", 0, rate) for rate in (1e-5, 3e-5)]
+    with pytest.raises(SystemExit, match="2 runs have not ended; the rows of the others are kept"):
+        small.run("rates", settings, (1, 2))
+    assert [(r["rate"], r["seed"]) for r in small.known()] == [(1e-5, 1), (1e-5, 2)]
+    asked = []
+    monkeypatch.setattr(type(small), "made", lambda *given: asked.extend(given[2]) or ended(*given))
+    assert len(small.run("rates", settings, (1, 2))) == len(small.known()) == 4
+    assert asked == [(settings[1], 1), (settings[1], 2)]
 
 
 def test_only_runs_that_the_rows_lack_are_made(small, monkeypatch, tmp_path):
@@ -100,12 +119,11 @@ def test_only_runs_that_the_rows_lack_are_made(small, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.import_module("experiment"), "ROWS", tmp_path)
     made = []
 
-    def carry_out(self: Any, stage: str, settings: list[Any], seeds: Any) -> list[dict[str, Any]]:
+    def carry_out(self: Any, stage: str, runs: list[tuple[Any, int]]) -> list[dict[str, Any]]:
         if len(made) == 2:
             raise KeyboardInterrupt
-        made.append((settings[0].objective, settings[0].condition))
-        cells = [(s.objective, s.condition, s.rate) for s in settings]
-        return [row(*cell, 0.5, seed=n) for cell in cells for n in seeds]
+        made.append((runs[0][0].objective, runs[0][0].condition))
+        return ended(self, stage, runs)
 
     monkeypatch.setattr(type(small), "made", carry_out)
     settings = [setting(*cell, rate) for cell in small.cells() for rate in (1e-5, 3e-5)]
