@@ -27,6 +27,8 @@ from tba.setup.checks import check_resumed
 from tba.setup.setup import check
 from tba.types import Group
 
+pytestmark = pytest.mark.usefixtures("unchecked_shapes")
+
 
 @pytest.mark.parametrize(("objective", "publish_every"), [("tb", 1), ("rloo", 3)])
 def test_a_resumed_run_equals_the_uninterrupted_one(tiny_model, tmp_path, objective, publish_every):

@@ -55,8 +55,9 @@ def test_a_run_in_one_process_tells_each_of_its_phases(tiny_model, tmp_path, mon
 
 def test_the_console_knows_the_steps_of_epochs(tiny_model, tmp_path, capsys):
     """It opens before the data are read, which tell how many steps an epoch has."""
-    own = ["task=toy.Ones", "task.allow_loss=1", "run.epochs=2", "log.console=lines"]
+    own = ["task=toy.Ones", "task.size=30", "task.allow_loss=1", "run.epochs=2"]
     settings = [f"policy.model={tiny_model}", f"run.folder={tmp_path / 'run'}", *SMALL, *own]
+    settings.append("log.console=lines")
     steps = run(load(None, [*settings, "reward.isolate=none", "eval.every=0"])).steps
     assert f"step {steps}/{steps} " in capsys.readouterr().out
 
