@@ -202,7 +202,8 @@ def _patches(gpu: Pretended) -> Iterator[Any]:
     for name, value in returned.items():
         yield patch.object(torch.cuda, name, lambda *given, found=value, **options: found)
     for name in ("_lazy_init", "init", "empty_cache", "manual_seed_all"):
-        yield patch.object(torch.cuda, name, nothing)
+        # each its own function: TorchDynamo, which may look at them now, has a rule for each
+        yield patch.object(torch.cuda, name, partial(nothing))
     yield patch.object(torch.cuda, "set_device", partial(setattr, gpu, "current"))
     allocate = partial(setattr, gpu, "allocator")
     yield patch.object(torch.cuda.memory, "_set_allocator_settings", allocate)
