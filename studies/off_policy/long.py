@@ -157,7 +157,7 @@ REAL = Experiment(
     seeds=(1, 2, 3),
     schedules=("linear",),
     betas=(0.01, 0.1),
-    wider=1,
+    wider=2,
 )
 REAL_40_STEPS = replace(
     REAL,
