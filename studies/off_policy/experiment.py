@@ -29,7 +29,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from tba.runs.folder import write_whole
-from tba.tools.study import curve, read_metrics, write_results
+from tba.tools.study import curve, read_ledger, read_metrics, write_results
 from tba.tools.sweep import sweep
 
 HERE = Path(__file__).parent
@@ -201,10 +201,11 @@ class Experiment:
         path.write_text(self.text(stage, folder, runs), encoding="utf-8")
         sweep(path)
         by_label = {label_of(*run): run for run in runs}
+        results = write_results(folder).to_dict("records")
         return [
-            self.row(folder, result, stage, *by_label[result["axes"]["variant"]])
-            for result in write_results(folder).to_dict("records")
-            if result["status"] == "finished" or str(result["error"]).startswith("NotFinite")
+            self.row(folder, result, stage, *by_label[trial.axes["variant"]])
+            for trial, result in zip(read_ledger(folder).runs, results, strict=True)
+            if trial.has_result
         ]
 
     def row(self, folder: Path, result: Row, stage: str, setting: Setting, seed: int) -> Row:

@@ -102,7 +102,8 @@ class Engine(ABC):
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
         """Return the completion of each turn. It depends on the turn's seed, not on other turns.
 
-        Engines override this to sample several at once, or with a schema; a ValueError is about it.
+        An engine overrides this to sample several at once, or with a schema. A turn's ValueError is
+        about its schema.
         """
         completions = []
         for turn in turns:

@@ -151,10 +151,7 @@ class Policy(nn.Module):
         )
 
     def _here(self, values: Tensor) -> Tensor:
-        """Copy values from the CPU to the device.
-
-        PyTorch does not wait for a GPU. CUDA may, because the values are in pageable memory.
-        """
+        """Copy values from the CPU to the device; CUDA may wait, as they are in pageable memory."""
         return values.to(self.device, non_blocking=True)
 
     def precision(self) -> torch.autocast:

@@ -137,7 +137,8 @@ class ReplayBuffer:
     def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
         """Replace the rewards with the results of `score`, for each group as it arrived.
 
-        Groups that have wholly arrived again are skipped; responses with only NaN are dropped.
+        Groups whose responses have all arrived again since are skipped. A response whose rewards
+        are all NaN is dropped.
         """
         store = self._store
         arrivals = []

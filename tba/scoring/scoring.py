@@ -249,7 +249,8 @@ class Scoring:
 class ScoringProcess(Process):
     """A process that scores, and is restarted after it has ended.
 
-    It builds the run's task, "", and all evaluated sources, so that judges can share a model.
+    It builds the run's task, "", and every source that is only evaluated, so that judges with the
+    same model share it.
     """
 
     def __init__(

@@ -65,6 +65,11 @@ class Trial:
     status: Status = "pending"
     error: str | None = None
 
+    @property
+    def has_result(self) -> bool:
+        """Return whether the run finished, or was ended by a value that is not finite."""
+        return self.status == "finished" or str(self.error).startswith("NotFinite")
+
 
 @dataclass(frozen=True)
 class Ledger:

@@ -138,8 +138,7 @@ class Sweep:
         total = len(self.trials)
         print(f"{total - len(failed) - pending} of {total} runs finished, {len(failed)} failed")
         print(f"draw them with `tba report {folder}`; rows: {folder / RESULTS}")
-        # a non-finite value is a result, not an error
-        broken = [trial for trial in failed if not str(trial.error).startswith("NotFinite")]
+        broken = [trial for trial in failed if not trial.has_result]
         for trial in broken:
             print(f"failed: {folder / trial.folder}: {trial.error}")
         if broken:
