@@ -61,7 +61,7 @@ def train(
     rows with a `prompt` column, and `reward` is one function or several with TRL's signature; they
     replace the options of the same names in `[task]`, which the config may then omit. `replay` says
     what a resumed run does with its stored samples: "keep", "rescore" (`tba train --rescore`) or
-    "drop" (`--drop-replay`). ValueError before any process starts if something cannot work.
+    "drop" (`--drop-replay`). Raises ValueError before any process starts if the run cannot work.
     """
     from tba.offline.eval import Result
     from tba.setup.checks import tell_finished

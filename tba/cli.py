@@ -85,7 +85,7 @@ def train_command(
     rescore: Rescore = False,
     drop_replay: Drop = False,
 ) -> None:
-    """Train a model. Without a config file, train three-digit addition on the CPU."""
+    """Train a model. Without a config file, train a small model to add on the CPU."""
     if rescore + drop_replay > (resume is not None):
         raise ValueError("--rescore and --drop-replay need --resume RUN; give only one of the two")
     if gpus is not None and not dry_run:
@@ -225,7 +225,7 @@ def evaluate(
 def report_command(
     runs: Annotated[list[Path], Argument(help="Folders of runs to compare, or of one study.")],
     out: Annotated[Path | None, Option(help="Folder for the page.")] = None,
-    is_watched: Annotated[bool, Option("--watch", help="Rewrite it until the runs end.")] = False,
+    is_watched: Annotated[bool, Option("--watch", help="Rewrite the page until runs end.")] = False,
 ) -> None:
     """Write a report of runs, or of a study: one HTML page that needs no network."""
     from tba.tools.report import report, watch

@@ -185,7 +185,7 @@ def open_run(
                 config = passed.named_in(config, folder)
                 passed.write(folder, is_new=resume is None)
             setup = check(config, None if passed is None else passed.functions)
-            console.steps = setup.config.run.steps  # with `run.epochs`, only the data tell
+            console.steps = setup.config.run.steps  # with `run.epochs`, it depends on the data
             rollouts: Sequence[Group] = ()
             if resume is None and setup.config.replay.rollouts is not None:
                 rollouts = read_rollouts(Path(setup.config.replay.rollouts), setup.text)
@@ -231,7 +231,7 @@ def _open_console(config: Config, stop: Stop, closing: ExitStack) -> Console:
 def _scoring_device(config: Config, here: str, ranks: str, console: Console) -> str:
     """Return the device on which this process, which has no rank, scores logged or stored samples.
 
-    `here` is the first device of this machine, and `ranks` are on devices such as this one.
+    `here` is the first device of this machine, and `ranks` is the device of the first rank.
     """
     if here != "cpu":
         if config.runtime.address is None:  # no rank has the last GPU: searchers need at least one

@@ -137,7 +137,7 @@ class Run:
         names = changed(self.parts.digests, read_optional(self.folder / DIGESTS))
         self.evaluates_others = bool({*names} - {TRAINED_ON}) and bool(self.scores)
         self.patient_since = 0  # step from which `eval.patience` counts
-        if self.out_of_patience:  # it ended the run before
+        if self.out_of_patience:  # patience ended the run before
             self.patient_since = self.step
 
     @property
@@ -154,6 +154,7 @@ class Run:
         return checkpoint.without_better(self.scores, self.patient_since) >= patience
 
     def sample(self) -> list[Group]:
+        """Draw the groups of a step; `missing` is then the number that the next one waits for."""
         self.console.phase("training")
         t = self.config.trainer
         self.missing = self.fresh
@@ -309,7 +310,7 @@ class Run:
         record_session(self.folder, self.step, sizes, self.config.nested(), note)
 
     def save(self) -> None:
-        """Start writing a checkpoint of the current step, unless one exists."""
+        """Start writing a checkpoint of the current step, unless this session has saved it."""
         progress = checkpoint.Progress(
             step=self.step,
             missing=self.missing,

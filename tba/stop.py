@@ -48,7 +48,7 @@ class Stop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context in which the first signal raises Interrupted: what it ends can be done again."""
+        """Context of work that can be repeated: the first signal raises Interrupted."""
         self._interrupting = True
         try:
             yield

@@ -103,9 +103,9 @@ class Completion(Response):
     marks: UInt8[np.ndarray, " T"] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.logp):  # else the buffer reads other numbers than it wrote
+        if len(self.tokens) != len(self.logp):  # else the buffer would read back wrong numbers
             counts = f"{len(self.tokens)} tokens and {len(self.logp)} log-probs"
-            raise ValueError(f"a completion has {counts}; an engine gives one for each token")
+            raise ValueError(f"a completion has {counts}; an engine returns one log-prob per token")
         if np.isnan(self.logp).any():
             raise NotFinite(version=int(self.versions[np.isnan(self.logp).argmax()]))
 

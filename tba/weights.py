@@ -119,7 +119,7 @@ def check_same_model(model: Any, given: Mapping[str, Any], source: str) -> None:
     differing = sorted(reshaped | (needed - given.keys()))[:3]
     if differing:
         raise ValueError(
-            f"{source} another model than policy.model: {differing} differ in name or shape"
+            f"{source} a different model from policy.model: {differing} differ in name or shape"
         )
 
 

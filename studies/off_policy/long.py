@@ -12,8 +12,9 @@
 `steps` asks whether small rates need more steps only. `others` has the objectives that `make study`
 has no time for, and `alpha` other divergences than that of `tb`. `selection` asks whether prompts
 of predicted difficulty are learned faster. `real` and `real_40_steps` need a model and data,
-BENCH_MODEL and BENCH_DATA as docs/performance.md says, and are skipped without them. experiment.py
-says how each is run.
+BENCH_MODEL and BENCH_DATA as docs/performance.md says, and are skipped without them. `redteam`
+compares success with diversity in harmless red-teaming; it downloads its models unless
+REDTEAM_MODEL and REDTEAM_ENCODER name folders. experiment.py says how each is run.
 """
 
 from __future__ import annotations
@@ -194,6 +195,29 @@ SELECTION = Experiment(
     schedules=("constant",),
 )
 """Each sum is used about six times."""
+REDTEAM = brief(
+    name="redteam",
+    condition="task",
+    base="../redteam/base.toml",
+    objectives={
+        "tb": {"objective.use": "tb", "objective.beta": 0.3, "sampling.explore": [0.7, 1.5]},
+        "raft": {"objective.use": "raft", "sampling.explore": [0.7, 1.5]},
+        "dr_grpo": {"objective.use": "dr_grpo", "objective.beta": 0.0, "strategy.recent": 1.0},
+    },
+    conditions={"sad stories": {}},
+    seconds=320,
+    rates=(1e-4, 3e-4, 1e-3),
+    schedules=("linear",),
+    betas=(0.1, 1.0),
+    details=("sampled_distance", "drop"),
+    given={
+        **{key: os.environ["REDTEAM_MODEL"] for key in ("policy.model", "task.victim")},
+        "task.encoder": os.environ["REDTEAM_ENCODER"],
+    }
+    if "REDTEAM_MODEL" in os.environ
+    else None,
+)
+"""`dr_grpo` trains on the newest groups only, and at the sampling temperature, as it needs to."""
 EXPERIMENTS = {
     e.name: e
     for e in (
@@ -207,6 +231,7 @@ EXPERIMENTS = {
         OTHERS,
         ALPHA,
         SELECTION,
+        REDTEAM,
     )
 }
 

@@ -74,7 +74,7 @@ class Chat:
         if self.describes_tools and not self._own_form and self._writes_another_form:
             raise ValueError(
                 "the chat template writes tool calls in another form, and the tokenizer does not"
-                " say how to parse it; add response_template to tokenizer_config.json, or"
+                " say how to parse them; add response_template to tokenizer_config.json, or"
                 f" use a model that writes <tool_call>{FORM}</tool_call>"
             )
 
@@ -116,8 +116,8 @@ class Chat:
     ) -> np.ndarray:
         """Return the tokens between a turn of the policy, which ends with `last`, and its next.
 
-        The chat template writes them there in the whole dialogue: messages `before` the turn, and
-        results after it. Tokens that the policy sampled are never tokenised again.
+        They are what the chat template writes there in the whole dialogue, with messages `before`
+        the turn and results after it. Tokens that the policy sampled are never tokenised again.
         """
         between = self._after_turn(before, results)
         if last not in self.text.eos_ids:
@@ -297,7 +297,7 @@ def endings(text: Tokenizer, chats: bool, stop: Sequence[str]) -> list[str]:
         warnings.append(f"{told}; set sampling.stop={[*stop, *unused]}")
     written, end = _end_of_turn(text) if chats else ("", None)
     if written and end not in text.eos_ids and not any(each in written for each in stop):
-        told = f"the chat template ends a turn with {written!r}, where generation does not end"
+        told = f"the chat template ends a turn with {written!r}, but generation does not stop there"
         remedy = "sampling.stop=[{!r}]" if end is None else "policy.eos_token={!r}"
         warnings.append(f"{told}; set {remedy.format(written)}")
     sources = {**text.ends, "chat template": [end]}
@@ -346,7 +346,7 @@ def chat_of(text: Tokenizer, tools: Tools) -> Chat:
 
 
 def identity(task: Task, prompt: Prompt, tokens: np.ndarray) -> bytes:
-    """Return a key that identifies a prompt: tokens, and the row if more than rewards read it."""
+    """Return a key that identifies a prompt: tokens, and the row if not only rewards read it."""
     reads_row = task.tools is not None or task.program is not None
     row = json.dumps(prompt.columns, sort_keys=True, default=str) if reads_row else ""
     return tokens.tobytes() + row.encode()
@@ -382,7 +382,7 @@ def _read(written: str) -> ToolCall:
     """Parse the call between the tags."""
     try:
         call = json.loads(written)
-        # other parsers reject Infinity, and tokenizers reject half of a character
+        # other parsers reject Infinity, and tokenizers reject lone surrogates
         json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
         return _call({"function": call})
     except (ValueError, RecursionError) as error:
@@ -390,7 +390,7 @@ def _read(written: str) -> ToolCall:
 
 
 def _call(given: Any) -> ToolCall:
-    """Return the call of a dict in the form that chat templates use."""
+    """Parse a call given as a dict in the form that chat templates use."""
     match given:
         case {"function": {"name": str(name), **rest}}:
             arguments = rest.get("arguments", rest.get("parameters", {}))

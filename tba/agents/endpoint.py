@@ -251,7 +251,7 @@ SessionResult = tuple[Session, Verdict]
 
 
 class Agents:
-    """Runs the sessions of searches. The endpoint and the program's process start with the first.
+    """Runs the sessions of searches. The program's process starts with the first session.
 
     `fixed` says why the program may not choose temperature or top_p; "" if it may.
     """

@@ -50,7 +50,7 @@ class _Dialogue:
 
 @dataclass(frozen=True)
 class Dialogues:
-    """Runs dialogues with environments of the task `name`. A search runs its dialogues in lockstep.
+    """Runs the dialogues of a search with environments of the task `name`, turn by turn.
 
     A dialogue consists of the tokens that the policy sampled and, between two turns, the tokens of
     the environment, which also count towards `sampling.max_tokens`.
@@ -108,7 +108,7 @@ class Dialogues:
             tokens = self.chat.encode(prompt, begin[:limit])
             if len(tokens) > longest or len(begin) > limit:
                 problem = (
-                    f"prompt {prompt.id!r} has {len(tokens)} tokens with the text of reset; the"
+                    f"prompt {prompt.id!r} has {len(tokens)} tokens with the text from reset; the"
                     f" model's context has room for {longest}; lower sampling.max_tokens"
                 )
                 tokens = self.chat.encode(prompt)
@@ -196,6 +196,6 @@ def _alike(
     if text != begin:
         problem = (
             f"reset returned {text[:SHOWN]!r} and {begin[:SHOWN]!r} for the same row, but the"
-            " samples of a prompt must have the same beginning; take anything random from the row"
+            " samples of a prompt must have the same beginning; derive anything random from the row"
         )
     return Rejected(Reason.RAISED, f"task.environment: {problem}") if problem else environment

@@ -35,7 +35,7 @@ MAX_TURN_THREADS = 1024
 TOKENISING = 0.1
 """Maximum number of seconds that a batch waits for requests that are being tokenised."""
 PATIENCE = 0.05
-"""Share of the seconds of a batch for which the next one waits for sessions without a turn."""
+"""Share of a batch's duration that the next batch waits for sessions without a turn."""
 IDS = ("id", "index", "tool_call_id", "refusal", "audio", "annotations")
 """Keys of a message that do not change its content."""
 REPLY = ("role", "content", "tool_calls")
@@ -141,7 +141,7 @@ class Session:
     ) -> RequestContext:
         """Return the context of a request. Raises ValueError if the template cannot render it.
 
-        `tokens` is the context if it is new, and was tokenised before.
+        `tokens` is the tokenised context, used only if the context is new.
         """
         shown = tuple(with_names(list(map(readable, messages))))
         said = tuple(map(said_in, shown))
@@ -374,7 +374,7 @@ class Turns:
             completions = self._run([turn for turn, _ in wanted])
         except BaseException as error:
             # an event loop that awaits a KeyboardInterrupt would end
-            shown = error if isinstance(error, Exception) else EngineError("a signal ended it")
+            shown = error if isinstance(error, Exception) else EngineError("ended by a signal")
             for _, future in wanted:
                 future.set_exception(shown)
             raise
@@ -394,7 +394,7 @@ def begins(said: Sequence[MessageKey], own: Sequence[MessageKey]) -> bool:
 
 
 def said_in(message: Message) -> MessageKey:
-    """Return the key of a message, which compares its content."""
+    """Return the key by which a message's content is compared."""
     said = {name: value for name, value in message.items() if name not in (*IDS, *THOUGHTS)}
     if said["role"] == "assistant":
         said = {name: value for name, value in said.items() if name in REPLY}

@@ -110,7 +110,7 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
         if unconstrained:
             raise ValueError(f"response_format {unconstrained}; leave it out")
         if self.tools and self.tool_choice != "none":
-            raise ValueError("response_format and tools: a call follows no schema; leave one out")
+            raise ValueError("response_format and tools cannot be combined; leave one out")
         return json.dumps(schema)
 
     def _check(self) -> None:
@@ -129,7 +129,7 @@ class ChatRequest(BaseModel, extra="allow", strict=True):
             check_role(message)
             kinds = str | list | None if message.get("role") == "assistant" else str | list
             if not isinstance(message.get("content"), kinds):
-                raise ValueError(f"messages.{place}.content must be a text or a list of parts")
+                raise ValueError(f"messages.{place}.content must be a string or a list of parts")
 
     @cached_property
     def reply(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def completion(
 ) -> Any:  # fmt: skip
     """Return a reply in OpenAI's form, as JSON or as a stream with the message in one chunk.
 
-    Earlier chunks have `sent` the beginning of its text.
+    `sent` is the beginning of its text, which earlier chunks contain.
     """
     from starlette.responses import JSONResponse, Response
 

@@ -226,9 +226,9 @@ def check_options(
             to_json(value)
         except ValueError as error:
             raise ValueError(
-                f"{table}.{name} = {value!r}: {error}; write a number, a text, a list or a table"
+                f"{table}.{name} = {value!r}: {error}; write a number, a string, a list or a table"
             ) from error
-    make: Any = TypedDict  # not as for type checkers: its keys are not in the source
+    make: Any = TypedDict  # `Any`, because type checkers cannot see its keys
     type_of_options = with_config(ConfigDict(extra="forbid"))(make("options", kinds))
     adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(type_of_options)
     try:

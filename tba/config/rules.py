@@ -12,8 +12,7 @@ Rule = tuple[bool, str, str]
 
 def broken(rules: Iterable[Rule]) -> list[str]:
     """Return a message for each broken rule."""
-    told = "{} needs {}: set that, or change the former"
-    return [told.format(setting, what) for is_broken, setting, what in rules if is_broken]
+    return [f"{setting} needs {what}" for is_broken, setting, what in rules if is_broken]
 
 
 def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
@@ -26,7 +25,7 @@ def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
     yield both_lengths, f"run.epochs = {epochs}", "run.steps unset"
     near = max(k, round(t.batch_size / k) * k)
     size = f"trainer.batch_size = {t.batch_size}"
-    yield t.batch_size % k > 0, size, f"a multiple of group_size = {k}, such as {near}"
+    yield t.batch_size % k > 0, size, f"to be a multiple of group_size = {k}, such as {near}"
     for name in ("sampling.samples", "replay.per_prompt", "replay.capacity"):
         yield attrgetter(name)(c) < k, f"trainer.group_size = {k}", f"{name}={k} or more"
     decay = t.decay(steps)
@@ -49,7 +48,7 @@ def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
         joins = c.runtime.address is not None and c.runtime.use != "ray"
         yield joins, "runtime.address", "runtime.use=ray"
         rate = f"trainer.learning_rate = {t.learning_rate:g}"
-        yield t.learning_rate >= 1, rate, "a number below 1, such as 1e-5"
+        yield t.learning_rate >= 1, rate, "to be below 1, such as 1e-5"
         filled = c.replay.first_fill * c.sampling.samples
         first = f"replay.first_fill = {c.replay.first_fill}"
         yield filled > c.replay.capacity, first, f"replay.capacity={filled} or more"

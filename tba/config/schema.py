@@ -100,7 +100,7 @@ class Config(Tables, ConfigTables):
 
     @property
     def fresh(self) -> int:
-        """New groups to wait for at each step; 0 if searchers run independently or do not exist."""
+        """New groups that each step waits for; without `runtime.fresh`, 0 or a whole batch."""
         if self.runtime.searchers == 0:
             return 0
         if self.runtime.fresh is not None:
@@ -116,7 +116,7 @@ class Config(Tables, ConfigTables):
 
     @property
     def max_reuse(self) -> float:
-        """Maximum mean number of times that a sample is trained on; inf in lockstep or offline."""
+        """Maximum mean number of times that a sample is trained on; inf with a lag, or offline."""
         if self.runtime.searchers == 0 or self.runtime.lag is not None:
             return inf
         return self.runtime.max_reuse
@@ -192,7 +192,7 @@ def read_tables(path: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Read a TOML file; ValueError if it does not exist, is not TOML, or no study if it must be."""
+    """Read a TOML file; ValueError if it is missing, not TOML, or a config instead of a study."""
     if not path.is_file():
         raise ValueError(f"no such {what} file: {path}{relative_to(path)}")
     try:

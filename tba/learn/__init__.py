@@ -48,16 +48,16 @@ class Trainer(Protocol):
         """Take one step on the mean loss of the groups; on StepError, no weight has changed."""
 
     def send(self, version: int) -> Publication:
-        """Send the weights to all searchers, with their probe."""
+        """Put the weights, with their probe, where all searchers can receive them."""
 
     def copy(self, version: int) -> Callable[[], Publication]:
-        """Copy the weights now and return the function that sends them, with their probe.
+        """Copy the weights now and return a function that does what `send` does.
 
         The function may run in another thread while training continues.
         """
 
     def reference(self, version: int) -> Publication:
-        """Send the weights in fp32, so that log-probs are computed as in the trainer."""
+        """Send the weights in fp32 as a reference, whose log-probs are then as in the trainer."""
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the whole state now and return the function that writes it into `folder`.

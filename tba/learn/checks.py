@@ -31,7 +31,7 @@ def check_lengths(
 
     `prompts` are the shortest and the longest of a run. They reveal positions that depend on the
     length of a sequence or of others in its batch. An engine that `samples` with the same model
-    shares prompts even if the policy does not, so that layout is checked, too.
+    shares prompts even if the policy does not, so its layout is checked, too.
     """
     limit = LOGP_NOISE_BF16 if policy.autocast else LOGP_NOISE_FP32
     ends = [prompt[-SHORT:] for prompt in prompts]  # short rows may be packed
@@ -46,7 +46,7 @@ def check_lengths(
             if not gap <= limit:
                 raise ValueError(
                     f"policy.model: log-probs in a batch differ by {gap:.3g} nats a token from"
-                    f" each sequence alone, with prompts of {len(own[0])} and"
+                    f" those of each sequence alone, with prompts of {len(own[0])} and"
                     f" {len(own[1])} tokens and up to {tokens} of response: they depend on the"
                     f" whole batch; {advice}"
                 )
@@ -57,7 +57,7 @@ def check_lengths(
 def _gap(
     policy: Policy, prompts: Sequence[np.ndarray], tokens: int, layout: Layout | None
 ) -> float:
-    """Return the mean difference of log-probs in a batch and alone, the larger of two.
+    """Return the mean difference of log-probs in a batch from those alone, for the worse sequence.
 
     Alone, they are computed as transformers does for one sequence.
     """

@@ -28,7 +28,7 @@ PACKED_PADDING = 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """Division of a batch into a pass of the model."""
+    """Division of a batch into passes of the model."""
 
     layout: Layout
     batch: TokenBatch

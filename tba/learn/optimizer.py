@@ -18,7 +18,7 @@ REST = "rest"
 class Split(Optimizer):
     """Optimizer for bf16 weights that loses no update: its state holds their low 16 bits.
 
-    Both together are an fp32 weight, of which bf16 is the nearest number. Each step is taken by the
+    Together they are an fp32 weight, to which the bf16 weight is nearest. Each step is taken by the
     other base class, with one parameter at a time in fp32. The low bits are initialised at random:
     the mean change of bf16 weights then equals that in fp32. If all weights started at bf16
     numbers, none would change before its updates added up to half the distance to the next one.

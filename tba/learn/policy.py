@@ -272,9 +272,9 @@ def _chunk_logp(
 class TokenLogp(torch.autograd.Function):
     """Log-probability of each token under softmax(h W' / temperature), and the entropy.
 
-    The logits of a chunk are dropped and recomputed in the backward pass. Unlike with a checkpoint,
-    only one matmul and one softmax are repeated, the weight's gradient is one matmul for several
-    chunks, and its dtype is converted once. The entropy has no gradient.
+    The logits of a chunk are dropped and recomputed in the backward pass. Unlike with activation
+    checkpointing, only one matmul and one softmax are repeated, the weight's gradient is one matmul
+    for several chunks, and its dtype is converted once. The entropy has no gradient.
     """
 
     @staticmethod

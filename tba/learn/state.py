@@ -173,9 +173,8 @@ def load_state(
     if state["first_model"] != first_model:
         also = ", its precision (policy.autocast) or the adapter in policy.lora.from"
         raise ValueError(
-            f"policy.model{also if is_adapted(policy.model) else ''} is not the model that this run"
-            " began with, whose log-probs its replay buffer holds; set policy.model to that model,"
-            " or start a new run"
+            f"policy.model{also if is_adapted(policy.model) else ''} is not the one that this run"
+            " began with, whose log-probs its replay buffer holds; restore it, or start a new run"
         )
     own = policy.model.state_dict()
     for name, stored in weights.items():  # tied weights are stored once

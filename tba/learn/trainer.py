@@ -170,8 +170,8 @@ class SingleTrainer:
                 raise WrongReference(
                     f"step 1: the policy's log-probs differ from the reference's by {gap:.3g} nats"
                     f" a token on average, more than {most:g}, but both are the initial model."
-                    " Likely causes: weights that are missing from its files, and so random; files"
-                    " that changed during the start"
+                    " Likely causes: weights that are missing from the model's files, and are thus"
+                    " random; files that changed while the run started"
                 )
             tokens = sum(each.tokens for each in results)
             metrics["batch/padding"] = sum(each.padding for each in results) / tokens
@@ -298,7 +298,7 @@ class SingleTrainer:
         pieces: list[Batch] = []
         if chunk is not None:
             pieces += chunk.pieces(self.pass_tokens, self.policy.share_prompt)
-        # each pass is a collective of all ranks, so that the number of passes must be the same
+        # each pass is a collective of all ranks, so the number of passes must be the same
         fillers = [filler(batch)] * (len(part.shapes) - len(pieces))
         runs = list(zip(pieces + fillers, part.shapes, strict=True))
         result = MicroBatchResult({}, 0, 0)
@@ -312,7 +312,7 @@ class SingleTrainer:
                 result = self._loss_of(whole, chunk, batch, objective)
         for (piece, shape), own in zip(runs, leaves, strict=True):
             again = self.policy(piece, *shape).differentiable()
-            # no gradient: a filler, or a head on the prompt, which the first piece stands for
+            # no gradient: a filler, or a head on the prompt, whose gradient the first piece gets
             slopes = [leaf.grad for leaf in own] or [None] * len(again)
             pairs = zip(again, slopes, strict=True)
             given = [torch.zeros_like(t) if slope is None else slope for t, slope in pairs]

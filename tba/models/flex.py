@@ -48,8 +48,8 @@ def _attend(
 def owned_blocks(owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> BlockMask:
     """Return the mask of `forward.attention_mask` as blocks, without computing [B Q C].
 
-    The tokens of an owner follow one another, so that the owners of two blocks overlap where their
-    ranges do.
+    The tokens of an owner are contiguous, so the owners of two blocks overlap where their ranges
+    do.
     """
     lengths = owner.shape[1], columns.shape[1]
     before = lengths[1] - lengths[0]
@@ -75,7 +75,7 @@ def owned_blocks(owner: Int[Tensor, "B Q"], columns: Int[Tensor, "B C"]) -> Bloc
 def _ranges(owner: Int[Tensor, "B L"], dim: int) -> tuple[Tensor, Tensor]:
     """Return the first and the last owner in each block, with one more dimension after `dim`.
 
-    Padding is the last owner, and what is missing in the last block comes after it.
+    Padding is the last owner, and the unfilled part of the last block comes after it.
     """
     end = 2**30
     ordered = owner.masked_fill(owner == NOBODY, end - 1)

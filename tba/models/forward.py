@@ -21,7 +21,7 @@ from tba.models import EVERYONE, FLEX, Packing
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits per chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 ALIGNED = 16
-"""Elements to a multiple of which rows of an attention mask are allocated, for SDPA's kernels."""
+"""Rows of an attention mask are allocated in multiples of this size, for SDPA's kernels."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 """Keys in config.json for a divisor (Granite), a factor (Cohere) and a cap (Gemma 2) of logits."""
 
@@ -192,7 +192,7 @@ def _run(layer: Any, *inputs: Any, **options: Any) -> Any:
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass, with a cache, which transformers turns off."""
+    """Recompute activations in the backward pass; keep the cache (transformers turns it off)."""
     for layer in layers_of(model):
         layer.forward = partial(_checkpointed, layer.forward)
 

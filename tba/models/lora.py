@@ -194,7 +194,7 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 def merged(policy: PolicyTable, folder: Path) -> Any:
     """Return the model in fp32 with the adapter in `folder` added to its weights."""
     model = load_model(policy, torch.float32)
-    from peft import PeftModel  # after it, because it silences bitsandbytes
+    from peft import PeftModel  # after `load_model`, which silences bitsandbytes
 
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
@@ -221,7 +221,7 @@ def check_adapter(policy: PolicyTable) -> str:
     if policy.lora.target_modules != ALL:
         _check_ends("target_modules", policy.lora.target_modules, linear, "linear layer")
     whole = policy.lora.modules_to_save
-    _check_ends("modules_to_save", whole, single, "single module, untied,")
+    _check_ends("modules_to_save", whole, single, "untied module without submodules")
     _inject(model, _settings(policy, model), TRAINED)
     if policy.lora.start is not None:
         _check_start(model, policy.lora.start)
@@ -233,7 +233,7 @@ def check_adapter(policy: PolicyTable) -> str:
         elif parameter.ndim > 1 and not parameter.requires_grad:
             left.add(".".join(name.replace(".original_module", "").split(".")[-2:]))
     left -= {f"{name.rpartition('.')[2]}.weight" for name in whole}
-    trains = f", and trains {', '.join(whole)} whole" if whole else ""
+    trains = f", and trains {', '.join(whole)} in full" if whole else ""
     leaves = ", ".join(sorted(left)) or "no matrices"
     return f"LoRA adapts {', '.join(sorted(adapted))}{trains}; unchanged: {leaves}"
 

@@ -33,7 +33,7 @@ def load_files(name: str, key: str) -> tuple[Any, Any]:
     named = f"{key} = {name!r}"
     if Path(path, "adapter_config.json").is_file():
         raise ValueError(
-            f"{named} is an adapter: give its base, and the folder as policy.lora.from"
+            f"{named} is an adapter: give its base model, and this folder as policy.lora.from"
         )
     with _explained(path, named):
         config = config_of(path)

@@ -87,7 +87,7 @@ def text_of(content: Any) -> str:
 def normalised(message: Any) -> dict[str, Any]:
     """Return a message in the form that chat templates of transformers 5 expect.
 
-    Keys without a value are removed, and JSON of a table is decoded. ValueError if it is not a
+    Keys without a value are removed, and JSON objects are decoded. ValueError if it is not a
     message, or has no content.
     """
     full = without_nulls(message) if isinstance(message, Mapping) else {}
@@ -98,7 +98,7 @@ def normalised(message: Any) -> dict[str, Any]:
     content = full.get("content", "" if calls or thoughts else None)
     if not isinstance(content, str | list) or not isinstance(role := plain.get("role"), str):
         told = reprlib.repr(message)
-        raise ValueError(f"a message is not a table with `role` and `content` as text: {told}")
+        raise ValueError(f"a message is not an object with `role` and `content` as text: {told}")
     content = content if text_of(content) else ""  # raises for images
     plain |= {"role": ROLES.get(role, role), "content": content}
     plain |= {THOUGHTS[0]: thoughts} if thoughts else {}
@@ -112,11 +112,11 @@ def _call(call: Any) -> dict[str, Any]:
             written = given.get("arguments", given.get("parameters")) or {}
             arguments = decoded(written)
             if not isinstance(arguments, dict):
-                raise ValueError(f"arguments of a call of {name!r} must be the JSON of a table")
+                raise ValueError(f"arguments of a call of {name!r} must be a JSON object")
             arguments = Arguments(arguments) if isinstance(written, str) else arguments
             own = {"id": call["id"]} if "id" in call else {}
             return {"type": "function", **own, "function": {"name": name, "arguments": arguments}}
-    raise ValueError(f"a call of a tool cannot be read, {call!r}: give it a function with a name")
+    raise ValueError(f"a tool call cannot be read: {call!r}; give it a function with a name")
 
 
 def with_names(messages: Sequence[Message]) -> Iterator[Message]:
@@ -190,10 +190,10 @@ def render(
 ) -> str:
     """Return a chat as text, up to where the policy begins or continues its turn.
 
-    It continues a last message from the assistant. The chat template gets contents unchanged, as
-    lists of parts, or as text, and arguments of calls as tables or as JSON: the first form of which
-    it shows the most is used. ValueError if it rejects all forms, or leaves out a part of a message
-    whose role is in `checked`.
+    A last message from the assistant is continued. The chat template gets contents unchanged, as
+    lists of parts, or as text, and arguments of calls as dicts or as JSON: of these forms, the
+    first that it shows most completely is used. ValueError if it rejects all forms, or leaves out a
+    part of a message whose role is in `checked`.
     """
     chat: list[Message] = []
     for place, message in enumerate(messages, 1):

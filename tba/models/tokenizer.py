@@ -119,7 +119,7 @@ class Tokenizer:
     ) -> list[np.ndarray]:
         """Return the tokens of all prompts of a run, which must leave room for `max_tokens`.
 
-        Longer ones are truncated with `cut`, where the policy does not read prompts as they are.
+        With `cut`, longer ones are truncated: a program reads the row, and writes its own prompt.
         """
         room = self.context - max_tokens
         tokens = [ids[: max(1, room)] if cut else ids for ids in map(encode, prompts)]

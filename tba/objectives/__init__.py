@@ -86,8 +86,8 @@ class Objective:
     def needs_own_samples(self) -> bool:
         """Return whether the optimum, with the objective's options, depends on the sampling policy.
 
-        Then it is correct only on the policy's own samples, including those of earlier steps, and
-        settings that add others, or change the distribution of the samples, are rejected.
+        If so, the objective is correct only on the policy's own samples, including those of earlier
+        steps, and settings that add others, or change the samples' distribution, are rejected.
         """
         return False
 
@@ -155,7 +155,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor
 
 
 def outside(ratio: PerToken, low: float, high: float, batch: Batch) -> PerGroup:
-    """Return the share of tokens with a ratio outside [1 - low, 1 + high], mean over responses."""
+    """Return the mean share of a response's tokens with a ratio outside [1 - low, 1 + high]."""
     is_outside = (ratio < 1 - low) | (ratio > 1 + high)
     share = (is_outside * batch.mask).sum(-1) / batch.mask.sum(-1)
     return share.mean(1)

@@ -28,8 +28,8 @@ class Ppo(Objective):
     c is `value_coefficient`. The reward of a token is -beta (log mu - log ref), plus r at the last
     one. A_t is the generalised advantage estimate (arXiv 1506.02438) with the live value head.
 
-    Implementations for language models usually set `whiten`, over the tokens of the whole batch;
-    here, over a group's tokens, so that a group's loss depends on that group only.
+    Implementations for language models usually whiten over the tokens of the whole batch; `whiten`
+    does so over a group's tokens, so that a group's loss depends on that group only.
 
     Proximal Policy Optimization (arXiv 1707.06347), equations 7, 9 and 11; for language models
     arXiv 2203.02155.

@@ -18,7 +18,7 @@ from tba.objectives import (
 from tba.types import Batch
 
 SQUARED = 1e-3
-"""Distance of alpha from 1 within which the loss is squared."""
+"""Distance of alpha from 1 within which the squared loss is used."""
 STEADY = (0.5, 1.25)
 """Range of alpha without a warning."""
 
@@ -41,8 +41,8 @@ class TrajectoryBalance(Objective):
     square is positive) have weight min(pi / mu, 1). With `reward`, so do all other responses whose
     reward is not above the group's mean: a bad response that has become unlikely is hardly pulled
     up again. Then log Z is the mean of min(r_j - beta (log pi - log ref)_j, m), where m is the
-    largest such term among responses with a reward above the mean (no bound without one). Without
-    it, bad responses that are far less likely than under the reference would lift log Z above the
+    largest such term among responses with a reward above the mean (unbounded if none is). Without
+    m, bad responses that are far less likely than under the reference would lift log Z above the
     good ones. On policy, all weights are 1.
 
     With `importance_cap` c, each residual has weight min(pi / mu, c), also in the mean. This
@@ -108,7 +108,7 @@ class TrajectoryBalance(Objective):
         if low <= self.alpha <= high:
             return None
         return (
-            f"objective.alpha = {self.alpha:g}: outside {low:g} to {high:g}, single responses can"
+            f"objective.alpha = {self.alpha:g}: outside {low:g} to {high:g}, a single response can"
             " have almost all of the weight of a group; watch grad_norm"
         )
 
@@ -133,22 +133,23 @@ class TrajectoryBalance(Objective):
         if abs(self.alpha - 1) > SQUARED:
             k = 1 - self.alpha
             fixed = residual.detach()
-            log_z = ((-k * fixed).logsumexp(1) - log(fixed.shape[1])) / k
-            scaled = k * (residual + log_z[:, None])  # exp(-scaled) has mean 1: it is at most K
+            beta_log_z = ((-k * fixed).logsumexp(1) - log(fixed.shape[1])) / k
+            # exp(-scaled) has mean 1: it is at most K
+            scaled = k * (residual + beta_log_z[:, None])
             loss = (scaled + (-scaled).expm1()).mean(1) / (k * k * self.beta)
-            return loss, {"tb/log_z": log_z / self.beta}
+            return loss, {"tb/log_z": beta_log_z / self.beta}
         kind: Importance = "none" if self.importance_cap is None else "sequence"
         weight = importance(kind, logp, batch, self.importance_cap or 1.0)[..., 0]
-        # beta log Z: live policy, this group, no gradient
+        # for beta log Z: of the live policy, this group, without a gradient
         value = -residual.detach()
         if self.tapers_by == "reward":
             is_better = better(batch.reward)
             best = value.masked_fill(~is_better, -inf).amax(1, keepdim=True)
             value = torch.where(is_better.any(1, keepdim=True), value.clamp(max=best), value)
-        log_z = (weight * value).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-        error = residual + log_z
+        beta_log_z = (weight * value).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+        error = residual + beta_log_z
         weight = weight * tapered(self.tapers_by, error, logp, batch)
-        metrics = {"tb/log_z": log_z.squeeze(1) / self.beta}
+        metrics = {"tb/log_z": beta_log_z.squeeze(1) / self.beta}
         if self.shift:
             others = (reward.sum(1, keepdim=True) - reward) / (batch.samples - 1)
             error = error - self.shift * others

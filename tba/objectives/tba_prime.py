@@ -22,7 +22,7 @@ class TBAPrime(Objective):
         A_j     = (r_j - mean r) - beta (KL_j - mean KL), without gradient
 
     KL_j is the sum of the live policy's log-ratios to the reference, each clamped to
-    +-`log_ratio_clamp`; w_jt = min(pi / mu, `importance_cap`) of a token. Without both, this is the
+    +-`log_ratio_clamp`; w_jt = min(pi / mu, `importance_cap`) of a token. With neither, this is the
     gradient of `tb` divided by the mean length of the group. The paper resets the reference every
     50 steps (`policy.reset_reference_every`) and keeps the lag constant (`runtime.lag`).
 

@@ -22,7 +22,7 @@ from tba.types import Group
 
 AT_ONCE = 16
 """Number of groups that are scored at once."""
-ALONE = "runtime.searchers = 0, so that nothing is left to train on; start a new run"
+ALONE = "runtime.searchers = 0, so nothing is left to train on; start a new run"
 """Error message for an offline run that would have no samples left."""
 
 
@@ -66,8 +66,8 @@ def renewed(
 ) -> tuple[Progress, SearchState]:  # fmt: skip
     """Drop or rescore the stored samples if `replay` says so; return the updated states.
 
-    The run waits for new samples before its first step. Raises ValueError if rescoring rejects too
-    many samples.
+    If the buffer is empty or the run asynchronous, its first step waits for new samples. Raises
+    ValueError if rescoring rejects too many samples.
     """
     c = setup.config
     delayed = search.delayed
@@ -123,7 +123,7 @@ def rescore(
             if rejected > limit * samples:
                 raise ValueError(
                     f"--rescore: {rejected} of {samples} stored samples were rejected, more than"
-                    f" reward.max_rejected = {limit}; the run is as it was. The last error was:\n"
+                    f" reward.max_rejected = {limit}; the run is unchanged. The last error was:\n"
                     f"{stats.last_rejection}"
                 )
         total.add(stats)

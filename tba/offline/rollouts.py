@@ -99,7 +99,7 @@ def read_rollouts(file: Path, text: Tokenizer) -> list[Group]:
                 if json.dumps(columns) != json.dumps(head.prompt.columns):
                     raise ValueError("its columns differ from the first row of its group")
                 if samples + times > MOST:
-                    raise ValueError(f"count is {times:,}; the rows may count {MOST:,} in all")
+                    raise ValueError(f"count is {times:,}; all rows together may have {MOST:,}")
             except Exception as error:  # rows may contain anything
                 broken.append(f"row {number}: {_why(error)}"[:LONGEST_WHY])
                 continue
@@ -226,7 +226,7 @@ def _read(
     sampled = marks_of(completion) == SAMPLED
     ended = np.isin(completion.tokens, [*text.eos_ids]) & sampled
     if not sampled.any() or (ended[:-1] & sampled[1:]).any():
-        raise ValueError("no token is sampled, or one after EOS; end it with the first EOS")
+        raise ValueError("no token is sampled, or one follows EOS; end the row at the first EOS")
     name = row.get("group", hashlib.sha256(prompt.tobytes()).hexdigest()[:16])
     return str(name), prompt, completion, reward, row.get("count", 1)
 
@@ -307,7 +307,7 @@ def _turn(written: str, context: np.ndarray, text: Tokenizer, finished: bool) ->
     """
     is_open = text.tokenizer.decode(context[-9:].tolist()).rstrip().endswith("<think>")
     if is_open and ("<think>" in written or (finished and "</think>" not in written)):
-        raise ValueError("its prompt opens <think>: it must close that, and not open it again")
+        raise ValueError("its prompt opens <think>: the reply must close it, and not open it again")
     last = text.tokenizer.decode(context[-1:].tolist())
     texts = [last, last + written, written]
     begun, ids, alone = text.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -366,7 +366,7 @@ def _why(error: Exception) -> str:
             return f"unknown key {name!r}: put it into columns{choices(name, Row.model_fields)}"
         return f"{name}: {first['msg']}"
     if isinstance(error, UnicodeError):
-        return "it has bytes or half characters that are not UTF-8; save the file as UTF-8"
+        return "it has bytes or lone surrogates that are not UTF-8; save the file as UTF-8"
     if isinstance(error, KeyError):
         return f"it has no {error.args[0]!r}"
     return str(error).partition("\n")[0]

@@ -137,8 +137,7 @@ class ReplayBuffer:
     def rescore(self, score: Callable[[Sequence[Group]], Sequence[Sequence[float]]]) -> None:
         """Replace the rewards with the results of `score`, for each group as it arrived.
 
-        Groups whose responses have all arrived again since are skipped. A response whose rewards
-        are all NaN is dropped.
+        Skips groups whose responses have all arrived again; drops responses with only NaN rewards.
         """
         store = self._store
         arrivals = []

@@ -1,4 +1,4 @@
-"""Storage of distinct trajectories, in memory and on disk, without a policy on what to keep.
+"""Storage of distinct trajectories, in memory and on disk, without rules on what to keep.
 
 A trajectory is a row of numbers. Its tokens and log-probs are the row's `content`: one immutable
 string of bytes.

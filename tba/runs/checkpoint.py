@@ -305,7 +305,7 @@ def choose_checkpoint(
     if step == BEST:
         number = best_step(read_scores(run), by_step)
     if number is None or number not in by_step:
-        advice = "give the number of a step, or best with checkpoint.keep_best=true"
+        advice = "give the number of a step, or best, which needs checkpoint.keep_best=true"
         raise ValueError(f"--step {step}: no such checkpoint; {advice}; {there}")
     chosen = by_step[number]
     problems = damage(chosen)
@@ -346,6 +346,6 @@ def check_space(config: Config, folder: Path, trainer: Trainer) -> None:
     if free < least:
         raise ValueError(
             f"{folder} has {size(free)} of free space, but a checkpoint takes {size(least)}: the"
-            " weights, and AdamW's two moments of them; free some, or choose a folder on another"
-            " disk with run.folder=…"
+            " weights, and AdamW's two moments for them; free some space, or choose a folder on"
+            " another disk with run.folder=…"
         )

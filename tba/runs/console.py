@@ -118,7 +118,7 @@ class Console:
         if best is not None:
             results.append(f"  {'best':<12}{best[1]:.3f} at step {best[0]:,}")
         if s.ended:
-            results.append(f"  ended by {s.ended}; --step best is the best checkpoint")
+            results.append(f"  ended by {s.ended}; --step best selects the best checkpoint")
         rejected = ", ".join(f"{n} {reason}" for reason, n in s.rejected.items()) or "none"
         samples = f"{s.samples_generated:,} generated, {s.samples_trained:,} trained on"
         rows = {

@@ -80,7 +80,7 @@ def read_digests(run: Path) -> dict[str, str] | None:
     """Return the digests of a run's data and rewards; log a warning if it has none."""
     digests: dict[str, str] | None = read_optional(run / DIGESTS)
     if digests is None:
-        text = "%s is from an earlier version: changes of its data and rewards are not detected"
+        text = "%s is from an earlier version: changes to its data and rewards are not detected"
         log.warning(text, run)
     return digests
 
@@ -191,14 +191,14 @@ def rewind(run: Path, step: int, evaluates: bool) -> None:
 def open_plain(path: str, flags: int) -> int:
     """Open a file for appending (an `opener` for `open`); ValueError if it is a symlink."""
     if Path(path).is_symlink():
-        raise ValueError(f"{path} is a link, so that nothing is written to it; remove it")
+        raise ValueError(f"{path} is a link, so nothing is written to it; remove it")
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def own_folder(folder: Path) -> Path:
     """Return the folder, which need not exist; ValueError if it is a symlink."""
     if folder.is_symlink():
-        raise ValueError(f"{folder} is a link, so that nothing is written there; remove it")
+        raise ValueError(f"{folder} is a link, so nothing is written there; remove it")
     return folder
 
 

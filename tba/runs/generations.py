@@ -155,7 +155,7 @@ def damage(generation: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError) as error:
         return {MANIFEST: f"cannot be read ({error})"}
     others = sorted(files.keys() - {MANIFEST} - digests.keys())
-    is_read = {name: files[name].is_symlink() or bool(READ.fullmatch(name)) for name in others}
+    is_read = {name: bool(READ.fullmatch(name)) for name in others}
     problems = {name: "is not listed" for name in others if is_read[name]}
     if left := [name for name in others if not is_read[name]]:
         text = "%s: %d files are not in its manifest, and not read: %s"

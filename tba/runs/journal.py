@@ -45,7 +45,7 @@ def check_log(table: LogTable) -> None:
         why = str(error).partition("\n")[0]
         raise ValueError(
             f"log.report_to = wandb: {why}; pip install -e '.[wandb]', type `wandb login`, set"
-            " WANDB_MODE=offline in the environment, or remove it"
+            " WANDB_MODE=offline in the environment, or remove wandb from log.report_to"
         ) from error
 
 
@@ -123,7 +123,7 @@ class WeightsAndBiases:
         self._log(max(row["step"] for row in rows), {"completions": table})
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        # W&B's own step cannot decrease, which happens when an evaluation ends late
+        # W&B's own step cannot decrease, as it would when an evaluation ends late
         self._run.log({**values, "step": step})
 
     def warn(self, step: int, text: str) -> None:

@@ -136,16 +136,16 @@ class Warnings:
                 solved = f"leave it: objective.use = {use} learns from such groups, too"
             yield (
                 "equal_rewards",
-                f"{equal:.0%} of the groups have equal rewards, which do not tell better responses"
-                f" from worse (more than {most_equal:.0%}): read some"
-                " completions; if nothing is solved yet, choose easier prompts, reward partial"
-                f" answers, or raise sampling.samples; if everything is, {solved}",
+                f"{equal:.0%} of the groups (more than {most_equal:.0%}) have equal rewards, which"
+                " do not tell better responses from worse: read some completions; if nothing is"
+                " solved yet, choose easier prompts, reward partial answers, or raise"
+                f" sampling.samples; if everything is, {solved}",
             )
         if graded := fmean(row.get(GRADED) or 0.0 for row in recent):
             yield (
                 "graded",
-                f"{graded:.0%} of the rewards are neither 0 nor 1, for which objective.shift is"
-                " made: with others it can favour bad responses; set objective.shift=0",
+                f"{graded:.0%} of the rewards are neither 0 nor 1: objective.shift is made for"
+                " these two, and with others it can favour bad responses; set objective.shift=0",
             )
         if cut_off > MOST_CUT_OFF:
             yield (
@@ -170,13 +170,13 @@ class Warnings:
         full = ended or len(self._steps) == STEPS + 1
         if full and self._config.asynchronous and waited > MOST_WAITING * seconds:
             runtime = self._config.runtime
-            why = f"it may train on one runtime.max_reuse = {runtime.max_reuse:g} times"
+            why = f"it may train on a sample only runtime.max_reuse = {runtime.max_reuse:g} times"
             if runtime.fresh:
                 why = f"each step needs runtime.fresh = {runtime.fresh} new groups"
             yield (
                 "reuse",
-                f"the trainer waited for new samples in {waited / seconds:.0%} of the last"
-                f" {len(self._steps) - 1} steps' time (more than {MOST_WAITING:.0%}), because"
+                f"the trainer waited for new samples for {waited / seconds:.0%} of the time"
+                f" of the last {len(self._steps) - 1} steps (more than {MOST_WAITING:.0%}), because"
                 f" {why}; raise runtime.searchers, runtime.concurrent_searches,"
                 " runtime.publish_every or trainer.batch_size",
             )

@@ -20,7 +20,7 @@ from tba.weights import Publication
 WINDOW = 64
 """Minimum number of scored samples before rejections count."""
 TRUNCATED_AT_MOST = 256
-"""Number of consecutive samples that are rejected as truncated after which the run stops."""
+"""The run stops after this many consecutive samples that are rejected as truncated."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RejectionMonitor:
         if self._truncated >= TRUNCATED_AT_MOST:
             raise SearchError(
                 f"the last {self._truncated} samples were all cut off by sampling.max_tokens, and"
-                " rejected (sampling.truncated = reject), so that nothing is left to train on;"
+                " rejected (sampling.truncated = reject), so nothing is left to train on;"
                 " raise sampling.max_tokens, or set sampling.truncated=keep"
             )
         if not stats.scored:
@@ -99,7 +99,7 @@ class Searchers(Protocol):
         """
 
     def publish(self, trainer: Trainer, version: int) -> None:
-        """Send the trainer's weights to every searcher, without waiting for any of them.
+        """Make the trainer's weights the newest of the searchers; slow ones may skip versions.
 
         They are copied before this returns; the rest may happen in the background.
         """

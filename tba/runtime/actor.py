@@ -22,10 +22,10 @@ from tba.weights import Publication, Weights
 class SearcherActor:
     """Searcher that runs several searches at once, each in its own thread.
 
-    Searches hold a lock shared, and newer weights may be loaded while they run. A piece of an
-    evaluation needs the same weights until it ends. If they are still the newest, it holds the lock
-    shared, and newer weights wait for it. Otherwise it holds the lock exclusively, and the next
-    search reloads the newest weights. A change of the reference holds the lock exclusively.
+    Searches share `_searches`, and newer weights may be loaded while they run. A piece of an
+    evaluation needs one version until it ends. If that is still the newest, the piece shares
+    `_searches` and `_pinned`, for which newer weights wait. Otherwise it holds `_searches` alone,
+    as a change of the reference does, and the next search reloads the newest weights.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SearcherActor:
             return
         self._searcher = setup.build(place.device, bf16)
         self._searches = SharedLock()
-        self._version = SharedLock()  # held shared while the version must not change
+        self._pinned = SharedLock()  # held shared while the version must not change
         self._loading = threading.Lock()
         self._newest: Publication | None = None  # of all weights sent; guarded by `_loading`
         self._counting = threading.Lock()  # guards everything below
@@ -92,7 +92,7 @@ class SearcherActor:
         with self._work(reference):
             with self._searches.shared():
                 self._load_newest(weights)
-                with self._version.shared():  # these weights stay until the piece ends
+                with self._pinned.shared():  # these weights stay until the piece ends
                     if self._searcher.engine.version == weights.version:
                         return evaluate_piece(self._searcher, piece)
             with self._searches.alone():  # no search may run with older weights
@@ -131,13 +131,13 @@ class SearcherActor:
 
     def _load_newest(self, weights: Publication | None) -> None:
         """Load the newest weights sent so far, including `weights`, unless they are loaded."""
-        # locks are taken in this order: `_searches`, `_loading`, `_version`
+        # locks are taken in this order: `_searches`, `_loading`, `_pinned`
         with self._loading:
             newest = self._newest
             if newest is None or (weights is not None and weights.version > newest.version):
                 newest = self._newest = weights
             if newest is not None and newest.version != self._searcher.engine.version:
-                with self._version.alone():  # waits for pieces of evaluations, not for searches
+                with self._pinned.alone():  # waits for pieces of evaluations, not for searches
                     self._load(newest)
 
     def _load(self, weights: Publication) -> None:

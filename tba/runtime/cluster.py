@@ -46,7 +46,7 @@ BUCKET = 2**30
 
 log = logging.getLogger(__name__)
 INLINE = 2**28
-"""Bytes of arguments and results that a private Ray keeps out of its object store."""
+"""Arguments and results of up to this many bytes stay out of a private Ray's object store."""
 
 SENT = 2**26
 """Bytes that are sent to each machine to measure the network's speed."""
@@ -56,7 +56,7 @@ STARTING = 3.0
 
 LEAVING = 30.0
 LEAVING_LOST = 10.0
-"""Seconds for leaving Ray, and for leaving it if it is lost, after which it is abandoned."""
+"""Seconds to wait when leaving Ray, and when leaving a lost Ray, before it is abandoned."""
 
 REACHED = 1.0
 """Seconds after which a machine that does not accept a connection is considered lost."""
@@ -72,7 +72,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """Transport through Ray's object store: one copy per node, while its parcel exists."""
+    """Transport through Ray's object store: one copy per node, while the publication exists."""
 
     deadline: float  # in seconds, for weights to arrive
     put: Callable[[Any], Any] = ray.put
@@ -108,8 +108,8 @@ class ObjectStore:
         except (GetTimeoutError, ObjectLostError) as error:  # only this searcher is restarted
             raise EngineError(
                 f"the weights of version {sent.version} did not arrive ({type(error).__name__});"
-                f" see why the network is slow or cut, or raise runtime.task_deadline ="
-                f" {self.deadline:g} s"
+                f" see why the network is slow or cut, or raise"
+                f" runtime.task_deadline, now {self.deadline:g} s"
             ) from error
 
 
@@ -178,7 +178,8 @@ class Connection:
     """The Ray instance that this process has joined or started, and the calls to it.
 
     An instance that it starts is private: on loopback, in a folder that only this user can enter.
-    Its processes inherit a mark. A watcher ends them after a kill, which Ray's agents survive.
+    Its processes inherit a mark. If this process is killed, a watcher ends them: Ray's agents would
+    survive.
     """
 
     def __init__(self, settings: RuntimeTable, ranks: int = 0):
@@ -247,7 +248,7 @@ def _start_private(options: dict[str, Any], processes: int, mark: str, folder: P
     os.environ.setdefault("RAY_worker_niceness", "0")
     before = os.environ.get(MARK, "")
     os.environ[MARK] = mark
-    starting = [os.setsid]  # keeps signals to this process group, as Ctrl-C, from Ray
+    starting = [os.setsid]  # keeps signals to this process group, such as Ctrl-C, from Ray
     os.register_at_fork(after_in_child=lambda: [leave_group() for leave_group in starting])
     try:
         return ray.init(
@@ -340,7 +341,7 @@ def _share(connection: Connection, settings: RuntimeTable, each: int, ranks: int
             if not together:
                 log.warning(
                     "no machine has %d %ss: the ranks of the trainer are on %d machines, and every"
-                    " pass sends the model's weights through the network",
+                    " pass sends the model's weights over the network",
                     *(ranks, kind, len({*there})),
                 )
         elif reserved:

@@ -102,7 +102,7 @@ class Calls:
                 self._stopped[name] = 0
             elif self._stopped[name] * EVERY >= patience:
                 self.lose(f"its {name} (process {process.pid}) is stopped")
-            else:  # not by the clock: this process may have been stopped, too, as by Ctrl-Z
+            else:  # not by the clock: this process may have been stopped, too, by Ctrl-Z
                 self._stopped[name] += 1
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ def device_here() -> str:
 def divide(cores: Sequence[int], searchers: int) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Return the cores of the trainer and of each searcher on one machine.
 
-    The trainer gets half, or as many as leave one for each searcher; searchers divide the rest,
+    The trainer gets half, or fewer to leave one for each searcher; searchers divide the rest,
     and share cores if there are too few.
     """
     half = max(1, min(len(cores) // 2, len(cores) - searchers))
@@ -136,7 +136,7 @@ def share(kind: str, total: int, trainer: int, searchers: int) -> tuple[int, flo
         others = ", of which searchers need one" if left else ""
         raise ValueError(
             f"trainer.devices = {trainer}, but Ray has {total} {kind}s{others}: lower"
-            " trainer.devices, or add some"
+            f" trainer.devices, or add {kind}s"
         )
     if kind == "CPU":
         return trainer, 0.0
@@ -170,7 +170,7 @@ def check_here(kind: str, total: int, ranks: int) -> None:
 
 
 def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> None:
-    """Raise ValueError unless all searchers find `each` GPUs or CPUs on one machine.
+    """Raise ValueError unless each searcher finds `each` GPUs or CPUs on a single machine.
 
     `free` is the number on each machine, without the trainer's.
     """
@@ -178,9 +178,9 @@ def check_room(free: Sequence[int], searchers: int, each: float, kind: str) -> N
     if most < searchers:
         of_engine = " (engine.tensor_parallel_size)" if each > 1 else ""
         raise ValueError(
-            f"runtime.searchers needs {searchers} searchers, and apart from the trainer's there are"
-            f" {kind}s for {most}: each needs {each:g} of one machine{of_engine}; lower it, or add"
-            " machines"
+            f"runtime.searchers needs {searchers} searchers, but the machines have {kind}s for only"
+            f" {most} besides the trainer's: each needs {each:g} on one machine{of_engine}; lower"
+            " runtime.searchers, or add machines"
         )
 
 

@@ -67,7 +67,7 @@ class SearcherTask:
     prompts: tuple[Prompt, ...] = ()
     piece: Piece | None = None
     weights: Publication | None = None  # weights sent with it, kept alive until it ends
-    published: float = 0.0  # time at which the weights of a publication were published
+    published_at: float = 0.0  # time at which the weights of a publication were published
     reference: Publication | None = None  # reference that it requires
     began: float | None = None  # when it could start, which started its deadline
     order: int = field(default_factory=count().__next__)  # of creation, among all calls
@@ -131,11 +131,11 @@ class SearcherHandle:
         ref = self._call(SEARCH, self.actor.evaluate, piece.number, weights, reference)
         self.tasks.append(SearcherTask("evaluate", ref, piece=piece, reference=reference))
 
-    def send(self, weights: Publication, published: float) -> None:
+    def send(self, weights: Publication, published_at: float) -> None:
         self.version = weights.version
         self.sent = time.monotonic()
         ref = self._call(CONTROL, self.actor.load_weights, weights)
-        self.tasks.append(SearcherTask("publish", ref, weights=weights, published=published))
+        self.tasks.append(SearcherTask("publish", ref, weights=weights, published_at=published_at))
 
     def _call(self, group: str, method: Any, *arguments: Any) -> Any:
         """Start a call in the searcher's process, and return Ray's reference to its result."""
@@ -188,7 +188,7 @@ class Pool:
         self._enough = clock()  # last time at which there were enough searchers
         self.handles: list[SearcherHandle] = []
         self.newest: Publication | None = None  # weights published last
-        self.published = 0.0  # when they were published
+        self.published_at = 0.0  # when they were published
         self.newest_reference: Publication | None = None
         self.restarts_left = settings.max_restarts
         self.worked = False  # whether any searcher has started
@@ -196,7 +196,7 @@ class Pool:
     def fill(self, slots: Sequence[Slot]) -> None:
         """Start the searchers of these slots, or queue them until Ray has room."""
         for slot in slots:
-            if slot.group is None:  # in lockstep, all share the work from the start
+            if slot.group is None:  # a fixed number of searchers: all start now
                 self.start(slot)
             else:
                 self._vacancies.append((slot, self._clock()))
@@ -227,9 +227,9 @@ class Pool:
         return ended
 
     def restart(self) -> None:
-        """Start queued searchers whose time has come and for which there is room.
+        """Start the queued searchers that are due and for which there is room.
 
-        NoAnswerError if too few of a range of searchers have run for too long.
+        NoAnswerError if, for too long, fewer searchers have run than the range requires.
         """
         now = self._clock()
         for slot, at in [*self._vacancies]:  # a copy: the loop changes the list
@@ -250,9 +250,9 @@ class Pool:
             self._enough = self._clock()
         elif self._clock() - self._enough > limit:
             raise NoAnswerError(
-                f"only {running} searchers have run for runtime.start_deadline = {limit:g} s, and"
+                f"for runtime.start_deadline = {limit:g} s, only {running} searchers have run, but"
                 f" runtime.searchers = {[*wanted]}: add machines (`ray status` lists the"
-                " present ones), or lower it"
+                " present ones), or lower runtime.searchers"
             )
 
     def running(self) -> list[SearcherHandle]:
@@ -289,7 +289,7 @@ class Pool:
             return
         for handle in self.handles:
             if handle.version != newest.version and handle.accepts_weights(len(self.handles)):
-                handle.send(newest, self.published)
+                handle.send(newest, self.published_at)
 
     def phase(self, evaluations: "Evaluations", arrived: int, wanted: int) -> str:
         """Describe what the trainer waits for: groups, if `wanted` is not 0, or evaluations."""
@@ -303,8 +303,8 @@ class Pool:
 class Evaluations:
     """Divides evaluations into pieces, which may end in any order, and joins their results.
 
-    Evaluations are handed out in order. A newer one replaces the one before it, which then ends
-    without scores, unless that has started or is the only one.
+    Evaluations are handed out in order. A newer one replaces the last one, unless that has started
+    or is the only one; a replaced one ends without scores.
     """
 
     def __init__(self, setup: SearchSetup):
@@ -320,8 +320,8 @@ class Evaluations:
             self.left_out += 1
             if self.left_out == 1:
                 log.warning(
-                    "searchers are slower than eval.every: an evaluation that has not started is"
-                    " left out when the next one is due"
+                    "evaluations take longer than eval.every: one that has not started is skipped"
+                    " when the next one is due"
                 )
         self.open.append(EvaluationInProgress(weights, step, deque(range(self._count))))
 

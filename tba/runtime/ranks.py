@@ -1,4 +1,4 @@
-"""Trainer that is sharded over ranks: processes with one device each. This one has no model.
+"""Trainer that is sharded over ranks: processes with one device each. This process has no model.
 
     train loop              rank 0, 1, ... (each an actor of Ray)
     ShardedTrainer

@@ -87,7 +87,7 @@ class RaySearchers:
         self._stats = deepcopy(state.stats)
         self._number = state.tasks
         self._requested = 0
-        self._owed = 0  # in lockstep: prompts to hand out before any are added for rejected ones
+        self._owed = 0  # in lockstep: prompts still to hand out, before rejected ones are replaced
         self._results: dict[int, tuple[tuple[Prompt, ...], SearchResult]] = {}
         self._evaluations = Evaluations(job.setup)
         self._searching = False  # started by `gather`, after requested evaluations
@@ -164,13 +164,13 @@ class RaySearchers:
             published = time.monotonic()
             self._publish(trainer.send(version), published)
 
-    def _publish(self, sent: Publication, published: float) -> None:
+    def _publish(self, sent: Publication, published_at: float) -> None:
         """Send weights, published at this time, to all searchers that accept them now."""
         with self._changed:
             self._pool.newest = sent
-            self._pool.published = published
+            self._pool.published_at = published_at
             self._stats.counts["sync/bytes"] += sent.nbytes
-            self._stats.publish_seconds += time.monotonic() - published
+            self._stats.publish_seconds += time.monotonic() - published_at
             self._pool.send_newest()
             self._changed.notify_all()  # wakes the collector if it has nothing else to do
 
@@ -329,7 +329,7 @@ class RaySearchers:
                 handle.machine = result
                 self._pool.worked = True
             elif task.kind == "publish":
-                self._stats.latest["sync/adopted"] = time.monotonic() - task.published
+                self._stats.latest["sync/adopted"] = time.monotonic() - task.published_at
             elif task.kind == "search":
                 self._rejections.add(result.stats)
                 self._results[task.order] = task.prompts, result
@@ -360,12 +360,12 @@ class RaySearchers:
             ended_handles = self._pool.replace(handle, lost)
             if lost:
                 log.warning(
-                    "a machine with %d searchers is lost: they are started on others as soon as"
+                    "a machine with %d searchers is lost: they are started elsewhere as soon as"
                     " there is room, and their tasks are issued again",
                     len(ended_handles),
                 )
             else:
-                log.warning("a searcher %s: restarted, its tasks are issued again", why)
+                log.warning("a searcher %s: it is restarted, and its tasks are issued again", why)
             for task in (task for each in ended_handles for task in each.tasks):
                 self._stream.put_back(task.prompts)
                 self._owed += len(task.prompts)

@@ -81,9 +81,9 @@ class MappedArrays(dict[str, np.ndarray]):
 class SharedMemory(Direct):
     """Transport on Linux, between processes of one user on one machine.
 
-    It replaces Ray's object store, which ends every process that uses it when it dies, although the
-    trainer must be able to save. A file from a rank is opened by the train loop, and searchers open
-    it through the train loop. Unused files are reused, because allocating memory takes longer than
+    It replaces Ray's object store, whose death ends every process that uses it: the trainer must
+    still be able to save. A file from a rank is opened by the train loop, and searchers open it
+    through the train loop. Unused files are reused, because allocating memory takes longer than
     writing to it.
     """
 

@@ -1,6 +1,6 @@
-"""Calls of tasks: they score answers, and hold the environments of dialogues.
+"""Calls to tasks, which score answers and hold the environments of dialogues.
 
-A scoring process answers them; with `reward.isolate = "none"`, the searcher itself does.
+A scoring process answers the calls; with `reward.isolate = "none"`, the searcher itself does.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class TaskCalls:
     async def _call_tools(
         self, name: str, deadline: float, calls: Sequence[Sequence[Any]]
     ) -> list[Any]:
-        """Call a tool of each of some environments; see `_result` for the form of a call."""
+        """Call one tool in each of several environments; see `_result` for the form of a call."""
         tools = self._tasks[name].tools
         assert tools is not None
         pending = [partial(self._result, tools.call, *call) for call in calls]

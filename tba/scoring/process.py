@@ -39,7 +39,7 @@ MAIN = Path(__file__).with_name("worker.py")
 BLOCKED = 5.0
 """Seconds past its deadline after which a session is assumed to block its event loop."""
 PAUSES = (0.0, 0.5, 2.0, 5.0)
-"""Seconds before each attempt to restart a child that has worked and ended."""
+"""Seconds to wait before each attempt to restart a child that worked and then ended."""
 LONGEST_LINE = 2**28
 """Maximum size of a reply in bytes, such as the results of tools."""
 UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
@@ -58,9 +58,9 @@ class Process(ABC):
     ):  # fmt: skip
         """Error messages contain `name`; the message of a failed start also contains `hint`.
 
-        `setup` is sent before all calls: what answers them, as `package.module:function`, or None
-        for a program; its argument; and GB of memory that calls may use. A call that is `grace`
-        seconds late is assumed to block the child's event loop.
+        `setup` is sent first: the function that answers calls (`package.module:function`, or None
+        for a program), its argument, and the GB of memory that calls may use. A call that is
+        `grace` seconds late is assumed to block the child's event loop.
         """
         self._name = name
         self._setup = json.dumps(setup).encode() + b"\n"
@@ -82,7 +82,7 @@ class Process(ABC):
         """Start the child, which inherits the socket with descriptor `end`."""
 
     async def ready(self) -> None:
-        """Start the child unless it runs. Raises RewardError now and later if that fails.
+        """Start the child unless it runs. If that fails, this and later calls raise RewardError.
 
         Raises EngineError, which restarts the searcher, if a child has started before.
         """
@@ -105,7 +105,7 @@ class Process(ABC):
     ) -> "T | Rejected | None":  # fmt: skip
         """Send a request, which is JSON, and return the parsed reply, or a rejection.
 
-        Calls begin one after the other, and one that is `alone` when no other is in flight. `limit`
+        Calls begin one at a time; one that is `alone` begins when no other is in flight. `limit`
         is called when a call begins: it returns the deadline in seconds, or a rejection if the
         call is not to be tried. `late` returns the error if the deadline passes. Returns None if
         the process ended and another call may be the cause, unless this is the `last` attempt.
@@ -123,7 +123,7 @@ class Process(ABC):
             kind, value = await self._reply(number, seconds)
             if alone and kind == "awaits":
                 kind, value = await self._reply(number, value + self._grace)
-        if kind == "awaits":  # not in turn: calls of async functions run together
+        if kind == "awaits":  # outside the lock: async calls run concurrently
             kind, value = await self._reply(number, value + self._grace)
         del self._replies[number]
         if kind == "returned":
@@ -131,7 +131,7 @@ class Process(ABC):
                 return parse(value)
             except UNREADABLE:
                 await self.end()
-                value = ("after a reply that cannot be read", False)
+                value = ("after an unreadable reply", False)
         if kind == "raised":
             return Rejected(Reason.RAISED, masked(str(value))[-MAX_MESSAGE:])
         how, beside = value or ("", False)  # the child may have cancelled a call that is late
@@ -187,7 +187,7 @@ class Process(ABC):
                 kind, value = replies.get_nowait()
         except TimeoutError:
             limit = f"runtime.start_deadline = {self._start_deadline:g} s"
-            kind, value = "failed", f"not within {limit}; raise it if models take longer to load"
+            kind, value = "failed", f"not ready within {limit}; raise it if models load slowly"
         finally:
             del self._replies[STARTED]
         if kind == "ended":
@@ -282,7 +282,7 @@ class AgentProcess(Process):
 
         def limit() -> float | Rejected:
             left = until - time.monotonic()
-            not_tried = Rejected(Reason.TIMEOUT, "not tried: the time of its search was up")
+            not_tried = Rejected(Reason.TIMEOUT, "not tried: its search had run out of time")
             return min(deadline, left) if left > 0 else not_tried
 
         def late(seconds: float) -> str:

@@ -34,12 +34,12 @@ TIMEOUTS = 2
 GRACE = 1.0
 """Seconds past its deadline after which an async call is assumed to block the event loop."""
 
-NOT_TRIED = Rejected(Reason.TIMEOUT, f"not tried: {TIMEOUTS} calls in a row timed out before")
+NOT_TRIED = Rejected(Reason.TIMEOUT, f"not tried: the previous {TIMEOUTS} calls timed out")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Handle of an environment, which is kept until its handle is deleted."""
+    """Handle to an environment, which is kept until the handle is deleted."""
 
     number: int
 
@@ -48,7 +48,7 @@ class Environment:
 class Search:
     """The calls of one search, which stop after consecutive timeouts."""
 
-    timeouts: int = 0  # without a reply between them
+    timeouts: int = 0  # consecutive
 
 
 class Scoring:
@@ -84,7 +84,7 @@ class Scoring:
         self._longest = longest
         self._steps = steps  # `run.steps`, which rewards can read from an answer
         self._here = TaskCalls(tasks)  # without a process
-        self._plain = Lock()  # without a process, the threads of searches call one by one
+        self._plain = Lock()  # without a process, the threads of searches take turns
         self._numbers = count()  # of environments
         self._ended: deque[int] = deque()  # environments without a handle
         if process is not None:
@@ -185,7 +185,7 @@ class Scoring:
     def call_tools(
         self, name: str, calls: Sequence[tuple[Environment, str, Mapping[str, Any], str, int]]
     ) -> list[ToolResult | Rejected]:
-        """Call a tool of each of some environments; `TaskCalls` has the form of a call.
+        """Call one tool in each of several environments; `TaskCalls` has the form of a call.
 
         If the process ends, the environments are lost, and so the calls are not repeated.
         """
@@ -195,9 +195,9 @@ class Scoring:
     def _use(
         self, call: str, name: str, each: Sequence[Any], *more: Any, again: bool = True
     ) -> Any:
-        """Return the results of a call for each of some environments."""
+        """Return one result for each of several environments."""
         deadline = min(self._deadline, self._longest)
-        # the process itself gives up late environments, and needs a little time to report that
+        # the process itself gives up on late environments, and needs a little time to report that
         seconds = math.ceil(len(each) / MAX_CONCURRENT_CALLS) * deadline + GRACE / 2
         limit = f"reward.deadline = {self._deadline:g} s"
         late = f"the environments did not answer within {seconds:g} s ({limit})"
@@ -210,7 +210,7 @@ class Scoring:
     ) -> list[Any]:  # fmt: skip
         """Return the `count` results of a call, or its rejection for each: `late` if it times out.
 
-        If another call may have ended the process, call `again`.
+        If another call may have ended the process, call once more if `again` is set.
         """
         if self._process is None:
             value = self._here.answer(request)

@@ -152,12 +152,12 @@ def rejection(error: BaseException) -> Rejected:
     # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
-        return Rejected(Reason.MEMORY, f"{text}if it needs that much, raise reward.max_memory")
+        return Rejected(Reason.MEMORY, f"{text}if a call needs that much, raise reward.max_memory")
     return Rejected(Reason.RAISED, text)
 
 
 def to_json(result: Verdict | ToolResult) -> Any:
-    """Return as JSON: a number, a reason and a message, a number with items, or a tool's result."""
+    """Return a result as JSON: a number, a reason and a message, or an object with the fields."""
     if isinstance(result, Rejected):
         return [result.reason, result.detail]
     if isinstance(result, Itemized):

@@ -9,7 +9,7 @@ are lines of JSON, sent through a socket:
 
 The first line names what answers the calls. The reply to it has the number STARTED and the kind
 "started" or "failed". Sync functions run in one thread, async functions in an event loop in another
-thread. The main thread runs the rewards, because some graders set alarms, or the event loop of a
+thread. The main thread runs reward functions (some graders set alarms) or the event loop of a
 program.
 """
 
@@ -144,7 +144,7 @@ class Server:
             pass
         except BaseException:
             traceback.print_exc()
-        finally:  # even if a user's function has broken what the first call needs
+        finally:  # even if a user's function has broken something above
             os.killpg(0, signal.SIGKILL)  # with threads that hang
 
     async def _await(self, number: int, value: Awaitable[Any], left: float) -> None:
@@ -196,7 +196,7 @@ def raised(error: BaseException) -> str:
 
 
 def sessions_of(rollout: str) -> Callable[[Any], Any]:
-    """Load a program, and return the function that runs a session, of a URL and a row."""
+    """Load a program, and return the function that runs a session, given a URL and a row."""
     function = _load(rollout)
     target_of = _targets(function)
 

@@ -80,7 +80,7 @@ class Answers:
 
 
 def pieces_of(setup: SearchSetup) -> list[tuple[str, int, tuple[Prompt, ...]]]:
-    """Return for each piece of an evaluation its set, its offset in the set, and its prompts."""
+    """Return the set, the offset in the set, and the prompts of each piece of an evaluation."""
     size = setup.config.eval.prompts_per_task
     divided = []
     for name, prompts in {"": setup.held_out, **setup.evaluated}.items():
@@ -128,7 +128,7 @@ def evaluate_piece(searcher: Searcher, number: int, keep: Keep | None = None) ->
         keep(readable)
         keep(_as_text(searcher.text, stop, name, prompts, sampled))
     version = searcher.reference.version
-    if settings.temperature == setup.sampling.temperature:  # the reference uses this one
+    if settings.temperature == setup.sampling.temperature:  # the reference's temperature
         nats, version = _nats(sampled.responses, searcher.reference)
         sampled.table["log_ratio"] = sampled.table["logp"] + nats
     if searcher.scoring.tasks[name].reports_perplexity:
@@ -200,12 +200,13 @@ def _scores(mode: Mode, table: Table, k: Sequence[int]) -> dict[str, float]:
 
     Standard errors are over prompts, because samples of one prompt are not independent. Samples
     that the task cannot score count as wrong, but are excluded from the mean reward, which is 0 if
-    no sample is scored; `rejected` is their share. If all answers are rejected for a measure, or
-    all greedy answers, as by a pairwise judge, these scores are left out. `sampled_log_ratio` is
+    no sample is scored; `rejected` is their share. If a measure rejects all answers, or all greedy
+    answers are rejected, as by a pairwise judge, these scores are left out. `sampled_log_ratio` is
     the mean log(pi / ref) of the sampled answers, in nats per response: an unbiased estimate of
-    KL(pi, ref), which may be negative. Perplexities are under the reference at temperature 1: of
-    all answers per response token, and `perplexity_with_prompt` of each answer per token of prompt
-    and response, as in the published numbers for TL;DR (arXiv 2410.18252, 2503.18929).
+    KL(pi, ref), which may be negative. Perplexities are under the reference at temperature 1:
+    `perplexity` of all answers per response token, and `perplexity_with_prompt` of each answer per
+    token of prompt and response, as in the published numbers for TL;DR (arXiv 2410.18252,
+    2503.18929).
     """
     scores: dict[str, float] = {}
     for name, values in table.items():

@@ -177,7 +177,7 @@ def digest_of(prompts: Iterable[Prompt]) -> str:
         plain = json.dumps([(p.id, p.text, p.columns) for p in prompts], sort_keys=True)
     except TypeError as error:
         told = f"the columns of the task's prompts are not plain JSON ({error})"
-        raise ValueError(f"{told}; give them numbers, text, lists and dicts") from error
+        raise ValueError(f"{told}; they may hold only numbers, text, lists and dicts") from error
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
@@ -188,7 +188,7 @@ class SearchState:
     cursor: Cursor
     tasks: int  # number of the next search task
     stats: SearchStats  # statistics of all groups that were found
-    weights: Weights | None  # weights to search with; None if these are the newest (ray)
+    weights: Weights | None  # weights to search with; None: the newest
     reference: Weights | None  # weights of the reference, if it has been reset
     delayed: tuple[Group, ...] = ()
     """Groups that are not in the buffer yet, due to a lag or a search that ended the run."""

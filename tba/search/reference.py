@@ -37,7 +37,7 @@ class Reference:
         self._exclusive = exclusive or (lambda: lock)
 
     def load_weights(self, weights: Weights) -> None:
-        """Replace all weights by a policy's; if that raises, keep the old ones."""
+        """Replace all weights with a policy's; if that raises, keep the old ones."""
         load = lora.load_reference if self._is_adapted else load_weights
         with self._exclusive():
             load(self.policy.model, weights)

@@ -43,8 +43,8 @@ class SearchStats:
     """Exact count, sum and sum of squares of the items of the samples' rewards, by metric."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by stage, summed over searchers: `generate`, `reward`, `rollouts`, `reference`,
-    `load_weights`, and before it `drain`, while running completions end. Tasks may run
-    concurrently: `busy` counts the time with a task, and `waiting` the time without."""
+    `load_weights`, and `drain`, the wait before it for running completions. Tasks may run
+    concurrently: `busy` counts the time with any task, and `waiting` the time without one."""
     publish_seconds: float = 0.0
     """Seconds spent on computing probes, converting weights and sending them."""
     largest_gap: float = 0.0
@@ -125,7 +125,7 @@ class SearchResult:
     groups: list[Group]
     stats: SearchStats
     died: Set[str] = frozenset()
-    """Ids of prompts whose answers ended the scoring process."""
+    """Ids of prompts whose answers ended the scoring process, or that of the agent."""
 
 
 @dataclass(frozen=True)

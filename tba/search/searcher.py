@@ -45,7 +45,7 @@ The greedy and the sampled sessions of a piece of an evaluation each get half of
 """
 
 EXPLORING = 0.5
-"""Share of the search tasks that draw their temperature, with `sampling.explore`."""
+"""With `sampling.explore`, the share of search tasks that draw a random temperature."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SearchSetup:
     evaluated: Mapping[str, tuple[Prompt, ...]] = field(default_factory=dict)
     """Prompts of the sources that are only evaluated, by name."""
     needs_behavior: bool = False
-    """Whether the objective needs the exact log-probs of the policy that sampled."""
+    """Whether the objective needs the exact log-probs of the sampling policy."""
 
     def build(self, device: str, bf16: bool, lent: Any = None) -> "Searcher":
         """Load the engine, the reference model, and the models that score.
@@ -93,7 +93,7 @@ class SearchSetup:
         scoring.wait_until_ready()  # so that the searcher does not start if a model cannot load
         fixed = ""
         if self.needs_behavior:
-            fixed = "the objective needs log-probs at the config's values: objective=tb does not"
+            fixed = "the objective needs log-probs at the config's values; objective=tb does not"
         memory = c.reward.max_memory
         start = c.runtime.start_deadline
         agents = {}

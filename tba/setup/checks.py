@@ -211,7 +211,7 @@ def stored_config(
             default = Config.model_fields[name].default.use
             if changes[name]["use"] == default != tables[name]["use"]:
                 raise ValueError(
-                    f"{name}.use is {default!r} in this Config, given or not, and"
+                    f"{name}.use is {default!r} in this Config, maybe by default, and"
                     f" {tables[name]['use']!r} in the run; pass a dict of the tables to change"
                 )
         _lay_over(tables, changes)

@@ -22,7 +22,7 @@ from tba.tasks._rendering import Rendering
 Encoded = tuple[Prompt, np.ndarray]
 """A prompt with its tokens."""
 
-UNWRITTEN = "have unknown tokens: the tokenizer of policy.model = {!r} cannot write them"
+UNWRITTEN = "have unknown tokens: the tokenizer of policy.model = {!r} cannot encode them"
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def check_loss(
         if count > max(1, allowed * every[source]):
             raise ValueError(
                 f"{told}, more than task.allow_loss = {allowed:g}; change the data, or set"
-                f" task.allow_loss={ceil(100 * count / every[source]) / 100:g} if that is meant"
+                f" task.allow_loss={ceil(100 * count / every[source]) / 100:g} if that is intended"
             )
         log.warning(told)
 
@@ -159,7 +159,7 @@ def usable_prompts(
     if empty := firsts.keys() - {task.source(p)[0] for p in left}:
         of_source = "".join(f" of task.sources.{name}" for name in sorted(empty) if name)
         raise ValueError(
-            f"all {what} prompts{of_source} are {' or '.join(lost)}; raise it, or drop it"
+            f"all {what} prompts{of_source} are {' or '.join(lost)}; raise or remove that setting"
         )
     return left
 

@@ -90,10 +90,11 @@ class MemoryEstimate:
     def _with_fitting_budget(self) -> "MemoryEstimate":
         """Return the estimate with the largest token budget that fits all GPUs, or the smallest.
 
-        Searchers' GPUs that the smallest one would not fit do not count: vLLM's share fills them.
-        It is `PASS_TOKENS` if a step has no more, else a number of whole groups up to that, or one
-        group, or a group's prompt with some of its responses, all of the maximum length. On a CPU
-        it is `PASS_TOKENS`, and also on a cluster that the run joins, whose GPUs are not known.
+        Searchers' GPUs on which even the smallest does not fit are ignored: vLLM's share fills
+        them. The budget is `PASS_TOKENS` if a step has no more tokens, else a number of whole
+        groups up to that, or one group, or a group's prompt with some of its responses, all of the
+        maximum length. On a CPU it is `PASS_TOKENS`, and also on a cluster that the run joins,
+        whose GPUs are not known.
         """
         c = self.config
         t = c.trainer
@@ -182,7 +183,7 @@ class MemoryEstimate:
         passing = {"activations": self._activations(), "LM head": self._head()}
         if self.config.policy.lora is None:  # in addition to the sum over earlier passes
             passing["gradient of the LM head"] = 4 * z.vocabulary * z.hidden
-        changing = {"a weight as it changes": 18 * z.largest / self.config.trainer.devices}
+        changing = {"update of a weight": 18 * z.largest / self.config.trainer.devices}
         if self.width == 4 or _total(changing) < _total(passing):
             changing = passing
         devices = self.config.trainer.devices
@@ -277,8 +278,8 @@ class MemoryEstimate:
         work = {
             "full replay buffer": c.replay.capacity * (12 * c.sampling.max_tokens + 400.0),
             "copy for a checkpoint": (4 + MOMENTS[c.trainer.optimizer]) * z.trained * pinned,
-            "weights on their way": self.trainer_sizes.published_bytes * versions,
-            "reference on its way": 4 * z.trained if c.policy.reset_reference_every else 0,
+            "weights in transit": self.trainer_sizes.published_bytes * versions,
+            "reference in transit": 4 * z.trained if c.policy.reset_reference_every else 0,
         }
         if c.runtime.colocate == "sleep":
             number = 2 if engine_in_bf16(c.engine, self.bf16) else 4
@@ -324,7 +325,7 @@ class MemoryEstimate:
             kind = "" if cards == ["host"] else f"GPU{'s' * (len(cards) > 1)} "
             lines += [f"{kind}{', '.join(cards)}: {total}", *listed]
         lines.append(
-            f"a checkpoint has {size(checkpoint_size(self.config, self.trainer_sizes))} on disk"
+            f"a checkpoint takes {size(checkpoint_size(self.config, self.trainer_sizes))} on disk"
         )
         advice = self.advice()
         return [*lines, f"warning: {advice}" if advice else "the memory suffices"]
@@ -337,7 +338,7 @@ class MemoryEstimate:
         worst = max(excess, key=excess.__getitem__)
         where = "the host" if worst is None else f"GPU {worst}"
         more = f" (and {len(excess) - 1} more do not fit)" if len(excess) > 1 else ""
-        what = f"{where} needs {size(excess[worst])} of {size(self.machine.room(worst))}{more}"
+        what = f"{where} needs {size(excess[worst])} but has {size(self.machine.room(worst))}{more}"
         others = [name for name, has in ALTERNATIVES.items() if not has(self.config)]
         return (
             f"{what}: set {''.join(f'{name}, ' for name in others)}or a lower trainer.token_budget"

@@ -195,7 +195,7 @@ def check(
     is_new = not (Path(config.run.folder) / CONFIG).is_file()
     refuse(broken(rules_of_rows(config, len(data.prompts), data.kept_back, is_new)))
     setup = RunSetup(
-        config=_with_lengths(config.within_epochs(len(data.prompts)), data, text),
+        config=_with_attention(config.within_epochs(len(data.prompts)), data, text),
         **{each.name: getattr(data, each.name) for each in fields(Data)},
         strategy=strategy.build(),
         objective=objective,
@@ -245,7 +245,7 @@ def _check_policy(config: Config, here: bool) -> list[str]:
     if (in_4_bits or in_8_bits) and find_spec("bitsandbytes") is None:
         raise ValueError(
             "trainer.optimizer=adamw_8bit and policy.lora.load_in_4bit need bitsandbytes: type"
-            " pip install 'tba[quantised]', or remove them"
+            " pip install -e '.[quantised]', or remove them"
         )
     if here and config.trainer.compile:
         names = ["clang++" if sys.platform == "darwin" else "g++"]
@@ -282,7 +282,7 @@ def _check_engine(config: Config, engine: type[Engine], here: bool) -> None:
         engine.check_here(config)
 
 
-def _with_lengths(config: Config, data: Data, text: Tokenizer) -> Config:
+def _with_attention(config: Config, data: Data, text: Tokenizer) -> Config:
     """Resolve attention "auto" to SDPA where eager needs much memory and the model supports it."""
     shortest = len(data.extremes[0]) + 1
     longest = len(data.extremes[-1]) + config.sampling.max_tokens
@@ -315,7 +315,7 @@ def _check_objective(c: Config, objective: Plugin) -> None:
     if refused and needs_behavior(c, objective):
         raise ValueError(
             f"{' and '.join(refused)} does not work with objective.use = {c.objective.use!r},"
-            " which needs the exact log-probs of the policy that sampled: they are not known then;"
+            " which needs the exact log-probs of the policy that sampled, which are then unknown;"
             " remove it, or use objective=tb without objective.importance_cap"
         )
     drawn = {"reward": float(c.strategy.use == "reward"), "recent": 0.0} | c.strategy.options
@@ -323,8 +323,9 @@ def _check_objective(c: Config, objective: Plugin) -> None:
         refused.append("replay by reward (strategy.reward above 0)")
     if refused and (first.needs_own_samples or last.needs_own_samples):
         raise ValueError(
-            f"{' and '.join(refused)} does not work with objective.shift, which has the right"
-            " optimum on samples of the policy itself only; remove one of the two"
+            f"{' and '.join(refused)} does not work with this objective.use ="
+            f" {c.objective.use!r}, whose optimum is right only on samples of the policy itself"
+            " (with tb, because of objective.shift); remove one of the two"
         )
 
 

@@ -20,7 +20,7 @@ Scores = Sequence[float | None]
 """One reward for each answer, in order; None for an answer that cannot be scored."""
 
 MAX_CONCURRENT_CALLS = 64
-"""Most tool calls that run at once."""
+"""Maximum number of tool calls that run at once."""
 
 
 class Itemized(float):
@@ -45,7 +45,7 @@ class Scorer(ABC):
 
     @property
     def pass_reward(self) -> float | None:
-        """The least reward of a correct answer; None if answers are neither right nor wrong."""
+        """The minimum reward of a correct answer; None if answers are neither right nor wrong."""
         return None
 
     @abstractmethod
@@ -80,7 +80,7 @@ class Tools:
     make: Callable[[], Any]
     """Returns a new instance."""
     max_turns: int
-    """Most turns of the policy in a dialogue."""
+    """Maximum number of turns of the policy in a dialogue."""
     describe: Callable[[], Mapping[str, Mapping[str, Any]]]
     """Returns the schemas. Not called in a scoring process."""
     judged: bool = True
@@ -114,11 +114,11 @@ class Program:
     python: str
     """The Python interpreter that runs it."""
     deadline: float
-    """Most seconds of a session."""
+    """Maximum duration of a session in seconds."""
     concurrency: int
-    """Most sessions at once in a searcher."""
+    """Maximum number of concurrent sessions in a searcher."""
     max_calls: int
-    """Most calls of a session."""
+    """Maximum number of calls in a session."""
     history: Literal["append", "template"]
     """How the policy sees the past: as its own tokens, or as the chat template renders it."""
     environment: Mapping[str, str]

@@ -93,7 +93,7 @@ class Rendering:
     def __post_init__(self) -> None:
         if not any(column for _, column in PLACEHOLDER.findall(self.prompt)):
             raise ValueError(
-                f"task.prompt = {self.prompt!r} must contain a column, such as"
+                f"task.prompt = {self.prompt!r} must contain a column, as"
                 f" {type(self).prompt!r} does; otherwise all prompts are the same"
             )
 

@@ -70,7 +70,7 @@ class Agent(Custom):
             raise ValueError(f"task.python = {self.python!r}: no such program; give an interpreter")
         for package in ("starlette", "uvicorn"):
             if find_spec(package) is None:
-                raise ValueError("task=agent needs an HTTP server: pip install 'tba[agents]'")
+                raise ValueError("task=agent needs an HTTP server: pip install -e '.[agents]'")
 
     @property
     def needs_reward(self) -> bool:

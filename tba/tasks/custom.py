@@ -110,11 +110,11 @@ class Custom(Rendering, Task):
     held_out_size: Count = 64
     """Maximum number of held-out rows."""
     pass_reward: float | None = None
-    """Least reward of a correct answer, for pass@1 and pass@k."""
+    """Minimum reward of a correct answer, for pass@1 and pass@k."""
     environment: str | None = None
     """Class in TRL's convention, or function that returns an instance, written as for `reward`."""
     max_turns: Positive = 8
-    """Most turns of the policy in a dialogue with the environment."""
+    """Maximum number of turns of the policy in a dialogue with the environment."""
     passed: Functions | None = field(default=None, metadata=FILLED_IN, repr=False)
     """Reward functions that were passed from Python, in place of `reward`."""
 
@@ -218,7 +218,7 @@ class Custom(Rendering, Task):
         train = self._read("task.data", self.data, self.split, "train")
         source = self.held_out_data or (self.data if self.held_out_split else None)
         if self.subset is not None and is_local(self.data) and is_local(source or self.data):
-            raise ValueError(f"task.subset = {self.subset!r} is of hub data sets only; remove it")
+            raise ValueError(f"task.subset = {self.subset!r} is for hub data sets only; remove it")
         if source is None:
             cut = len(train) - self.held_out_size
             if cut < 1:
@@ -341,7 +341,7 @@ def member(key: str, name: str) -> Callable[..., Any]:
     where, _, function = name.rpartition(":")
     origin = f"{key} = {name!r}"
     if not (where.endswith(".py") or all(map(str.isidentifier, where.split(".")))):
-        judge = f'; a model is a judge: {key}={{use="classifier",model="{name}"}}'
+        judge = f'; for a model, use a judge: {key}={{use="classifier",model="{name}"}}'
         is_model = "/" in name and not name.endswith(".py")
         raise ValueError(f"{origin}: {ADVICE}{judge if is_model else ''}")
     path = Path(where).expanduser()
@@ -435,5 +435,5 @@ def schemas_of(name: str, make: Callable[[], Any]) -> dict[str, Any]:
                 " argument below `Args:`"
             ) from error
     if not schemas:
-        raise ValueError(f"{origin}: {kind} has no other public method, no tool")
+        raise ValueError(f"{origin}: {kind} has no other public method, so no tool")
     return schemas

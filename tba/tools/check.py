@@ -36,7 +36,7 @@ DUMMY = "dummy answer"
 NUMBER = "1"
 """Second answer to score, in addition to the dummy, when the right answer is unknown."""
 UNCHECKED = (
-    "files of weights, libraries, memory and GPUs here, log-probs in batches, models and servers"
+    "weight files, libraries, memory and GPUs here, log-probs in batches, models and servers"
     " that score, sessions"
 )
 
@@ -170,7 +170,7 @@ def _loads(task: Task) -> bool:
 
 
 def _could_chat(setup: RunSetup, prompt: Prompt, given: TaskTable) -> bool:
-    """Return whether a prompt is plain text for no `given` reason, and a chat template exists."""
+    """Return whether a prompt is plain text, `given` sets no `chat`, and a chat template exists."""
     name, task = setup.task.source(prompt)
     if "chat" in (given.source(name) if name else given).options:
         return False
@@ -205,7 +205,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
     tried = (DUMMY, NUMBER if right is None else right)
     dummy, own = [_score(scoring, task, prompt, text) for text in tried]
     if isinstance(dummy, Rejected) and isinstance(own, Rejected):
-        what = f"the reward scores none of {DUMMY!r} and {tried[1]!r}, which were tried"
+        what = f"the reward scores neither {DUMMY!r} nor {tried[1]!r}, which were tried"
         raise ValueError(f"{what} ({own.reason}): {own.detail}")
     line = _in_words(DUMMY, dummy)
     least = task.pass_reward
@@ -213,7 +213,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
         line = f"warning: {line}, which counts as right (task.pass_reward = {least:g})"
     if right is None:
         return [line]
-    of_row = f"{_in_words(right, own)}, the answer of row {prompt.id} itself"
+    of_row = f"{_in_words(right, own)}, the answer given in row {prompt.id}"
     if not _is_low(task, own, dummy):
         return [line, of_row]
     if least is not None and not isinstance(task, Custom):

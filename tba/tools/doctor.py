@@ -90,7 +90,7 @@ def examine(
             text = kind + printable(str(error))
             tell(f"  failed             {text}")
             off[text.partition("\n")[0]] = None
-    tell("\n".join([f"\noff: {len(off) or 'nothing'}", *(f"- {sentence}" for sentence in off)]))
+    tell("\n".join([f"\nproblems: {len(off) or 'none'}", *(f"- {sentence}" for sentence in off)]))
     return list(off)
 
 

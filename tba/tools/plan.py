@@ -28,7 +28,7 @@ from tba.weights import PUBLICATIONS
 FLOPS = {True: 150e12, False: 0.4e12}
 """Assumed useful FLOP/s of a trainer device, keyed by whether it is a GPU."""
 FEW = 32
-"""Most tokens of the responses by which the rate of an engine is measured."""
+"""Maximum length, in tokens, of the responses with which an engine's rate is measured."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def measured_in(run: Path) -> dict[str, float]:
     rows = [row for row in read(run / METRICS) if "step_time" in row]
     if not rows or summary.samples_generated == 0:
         what = "searched" if rows else "trained"
-        raise ValueError(f"{run} has {what} nothing; name another run, or leave out --run")
+        raise ValueError(f"{run} has not {what}; name another run, or leave out --run")
     response = fmean(row["completions/mean_length"] for row in rows)
     busy = summary.seconds * before.runtime.most_searchers * (1 - summary.searcher_wait_fraction)
     step = fmean(row["step_time"] for row in rows[len(rows) // 4 :])

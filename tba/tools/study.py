@@ -190,7 +190,7 @@ def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) 
     for key in base:
         given = _value(study.base, key)
         if given is not None and all(_value(run, key) is None for run in runs):
-            log.warning("[base] %s is in no run: every grid names another plug-in", key)
+            log.warning("no run has [base] %s: every grid names another plug-in", key)
     for setting in settings:
         key = setting.partition("=")[0].strip()
         key = f"{key}.use" if key in PLUGGED else key
@@ -203,7 +203,7 @@ def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) 
             )
         if count < len(runs):
             log.warning(
-                "%r holds for %d of %d runs, because of the grids", setting, count, len(runs)
+                "%r applies to %d of %d runs: the grids override it", setting, count, len(runs)
             )
 
 

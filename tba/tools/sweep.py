@@ -137,7 +137,7 @@ class Sweep:
         pending = len(self.pending())
         total = len(self.trials)
         print(f"{total - len(failed) - pending} of {total} runs finished, {len(failed)} failed")
-        print(f"draw them with `tba report {folder}`; rows: {folder / RESULTS}")
+        print(f"for charts, type `tba report {folder}`; rows: {folder / RESULTS}")
         broken = [trial for trial in failed if not trial.has_result]
         for trial in broken:
             print(f"failed: {folder / trial.folder}: {trial.error}")
@@ -167,10 +167,10 @@ def sweep(
         before = read_ledger(study.folder).runs if (study.folder / STUDY).is_file() else []
         carried = Sweep(study, left, configs)
         ended = len(left) - len(carried.pending())
-        print(f"study {study.folder}: {len(left)} runs, {ended} of them ended before", flush=True)
+        print(f"study {study.folder}: {len(left)} runs, {ended} of them ended earlier", flush=True)
         if gone := [trial.folder for trial in before if trial.folder not in left]:
-            print(f"{len(gone)} runs of {STUDY} are not in {path}, such as {gone[0]}: they stay in")
-            print(f"their folders, but not in {STUDY}, {RESULTS} and the report", flush=True)
+            print(f"{len(gone)} runs of {STUDY} are not in {path}, such as {gone[0]}: they keep")
+            print(f"their folders, but leave {STUDY}, {RESULTS} and the report", flush=True)
         carried.carry_out()
         write_results(study.folder)
     return carried.farewell(" ".join(["tba sweep", str(path), *settings]))

@@ -258,7 +258,7 @@ ENDS = {
     "none": "{{ raise_exception('no chats') }}",
 }
 """What the chat template writes after a turn."""
-OTHER = "where generation does not end; set "
+OTHER = "but generation does not stop there; set "
 WARNED = f"warning: the chat template ends a turn with '<end>', {OTHER}policy.eos_token='<end>'"
 OWN = "'<eos>' (tokenizer, config.json)"
 

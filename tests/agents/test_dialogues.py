@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "not to be called": ({"environment": "talk:Script"}, "TypeError: "),
     "no method": ({"environment": "collections:Counter"}, "Counter has no method `reset`"),
     "no docstring": ({"environment": "test_dialogues:Silent"}, "it has no docstring!; give 'sp"),
-    "no tool": ({"environment": "test_dialogues:Bare"}, "Bare has no other public method, no to"),
+    "no tool": ({"environment": "test_dialogues:Bare"}, "no other public method, so no tool"),
     "no column": ({"environment": "test_dialogues:Picky"}, "positional argument: 'colour'"),
     "no desk": ({"environment": "desk:Forgetful", "rows": RAISING}, "cannot be reset: "),
     "no environment": ({"environment": None}, "needs 'environments', which is not a column"),

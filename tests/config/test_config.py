@@ -38,12 +38,10 @@ WRONG = {
     ),
     "trainer.group_size=1": "trainer.group_size = 1: Input should be greater than or equal to 2",
     "trainer.batch_size=170": (
-        "trainer.batch_size = 170 needs a multiple of group_size = 20, such as 160: set"
+        "trainer.batch_size = 170 needs to be a multiple of group_size = 20, such as 160"
     ),
     "trainer.batch_size=3": "such as 20",
-    "sampling.samples=19": (
-        "trainer.group_size = 20 needs sampling.samples=20 or more: set that, or change the former"
-    ),
+    "sampling.samples=19": ("trainer.group_size = 20 needs sampling.samples=20 or more"),
     "replay.capacity=19": "trainer.group_size = 20 needs replay.capacity=20 or more",
     "eval.k=[1, 5]": "eval.k = [1, 5] needs eval.samples=5 or more",
     "objective=3": "objective.use = 3: Input should be a valid string",
@@ -78,10 +76,10 @@ WRONG = {
     "run.steps": "'run.steps': write `table.key=value`",
     "trainer.warmup_steps=200": "trainer.warmup_steps = 200 needs run.steps=201 or more",
     "trainer.decay_steps=5": "trainer.decay_steps needs trainer.schedule=warmup_stable_decay",
-    "trainer.learning_rate=1.0": "trainer.learning_rate = 1 needs a number below 1",
+    "trainer.learning_rate=1.0": "trainer.learning_rate = 1 needs to be below 1",
     "runtime.publish_every=201": "runtime.publish_every = 201 needs run.steps=201 or more",
     "policy.reset_reference_every=300": "reset_reference_every = 300 needs run.steps=300 or more",
-    "runtime.use=local runtime.address=auto": "runtime.address needs runtime.use=ray: set that, or",
+    "runtime.use=local runtime.address=auto": "runtime.address needs runtime.use=ray",
     "replay.first_fill=5001": "replay.first_fill = 5001 needs replay.capacity=100020 or more",
 }
 

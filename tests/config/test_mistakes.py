@@ -249,7 +249,10 @@ FROM_PYTHON: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a dotted key": (lambda: tba.train({"run.steps": 5}), "write steps into its table, run"),
     "a table that is none": (lambda: Config(trainer=3), "write a table, \\[trainer\\]"),
-    "sizes that do not fit": (lambda: Config(trainer={"batch_size": 7}), "such as 20: set that"),
+    "sizes that do not fit": (
+        lambda: Config(trainer={"batch_size": 7}),
+        "to be a multiple of group_size = 20, such as 20",
+    ),
     "no text": (
         lambda: Config(policy={"model": 7}),
         "policy.model = 7: Input should be a valid string",

@@ -181,7 +181,7 @@ def test_a_mistake_is_told_with_what_to_write(case):
 )
 def test_a_value_that_no_file_can_hold_is_told_with_its_key(table, use, option):
     config = Config(**{table: {"use": use, option: np.int64(8)}})
-    told = rf"^{table}.{option} = .*int64.*; write a number, a text, a list or a table$"
+    told = rf"^{table}.{option} = .*int64.*; write a number, a string, a list or a table$"
     with pytest.raises(ValueError, match=told):
         resolved(config)
 

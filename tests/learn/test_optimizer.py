@@ -227,7 +227,9 @@ def test_what_does_not_work_together_is_refused(settings, message):
 
 def test_8_bits_without_bitsandbytes_are_refused_before_the_start(monkeypatch):
     monkeypatch.setattr("tba.setup.setup.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"need bitsandbytes: type pip install 'tba\[quantised\]'"):
+    with pytest.raises(
+        ValueError, match=r"need bitsandbytes: type pip install -e '\.\[quantised\]'"
+    ):
         check(load(None, ["trainer.optimizer=adamw_8bit"]))
 
 

@@ -134,7 +134,7 @@ def test_log_probs_that_depend_on_the_batch_are_refused(tiny_model, broken, monk
     if broken is None:
         check_lengths(policy, prompts, 20, samples=True)
         return
-    alone = r"nats a token from each sequence alone"
+    alone = r"nats a token from those of each sequence alone"
     with pytest.raises(ValueError, match=rf"{alone}.*set policy\.share_prompt=false"):
         check_lengths(policy, prompts, 20, samples=True)
     policy.share_prompt = False
@@ -412,8 +412,8 @@ def test_the_state_of_another_model_is_refused_whole(tiny_model, toy_model, batc
     retrained = tmp_path / "retrained"
     shutil.copytree(tiny_model, retrained)
     shutil.copytree(tmp_path / "state" / "model", retrained, dirs_exist_ok=True)
-    errors = {toy_model: "holds another model than policy.model"}
-    errors[retrained] = r"policy\.model is not the model that this run began with"
+    errors = {toy_model: "holds a different model from policy.model"}
+    errors[retrained] = r"policy\.model is not the one that this run began with"
     for other, error in errors.items():
         wrong = trainer(other)
         before = parameters(wrong)

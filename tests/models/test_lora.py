@@ -286,8 +286,8 @@ def test_an_adapter_to_start_from_is_the_reference(toy_model, adapter, tmp_path)
 WRONG = {
     "policy.lora.r=8": r"the adapter has r = 4; set r and alpha",
     "policy.lora.alpha=9": r"the adapter has lora_alpha = 8; set",
-    'policy.lora.target_modules=["q_proj"]': r"is of another model .*down_proj",
-    'policy.lora.modules_to_save=["norm"]': r"is of another model .*modules_to_save",
+    'policy.lora.target_modules=["q_proj"]': r"is of a different model .*down_proj",
+    'policy.lora.modules_to_save=["norm"]': r"is of a different model .*modules_to_save",
     "policy.lora.from=nowhere": r"cannot be read: .*adapter_config\.json",
 }
 
@@ -395,9 +395,9 @@ def test_modules_trained_whole_are_published_and_not_in_the_reference(toy_model,
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        ("nrom", "no single module, untied, is called 'nrom'; did you mean 'norm'"),
-        ("mlp", "no single module, untied, is called 'mlp'"),
-        ("lm_head", "no single module, untied, is called 'lm_head'"),
+        ("nrom", "no untied module without submodules is called 'nrom'; did you mean 'norm'"),
+        ("mlp", "no untied module without submodules is called 'mlp'"),
+        ("lm_head", "no untied module without submodules is called 'lm_head'"),
     ],
 )
 def test_a_module_that_cannot_be_trained_whole_is_refused(toy_model, tmp_path, names, told):

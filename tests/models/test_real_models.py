@@ -61,7 +61,7 @@ def test_a_calculator_is_used(tmp_path):
 @needs(MODELS / "stories15m")
 def test_stories_become_happier(tmp_path):
     """Mean held-out sentiment rises by many standard errors, at a bounded KL."""
-    pytest.importorskip("vaderSentiment", reason="pip install 'tba[sentiment]'")
+    pytest.importorskip("vaderSentiment", reason="pip install -e '.[sentiment]'")
     run = tmp_path / "run"
     own = (f"policy.model={MODELS / 'stories15m'}", f"run.folder={run}")
     tba("train", "experiments/stories_sentiment.toml", *own)

@@ -94,7 +94,7 @@ def test_the_reference_of_gvpo_is_the_policy_that_sampled(tiny_model, tmp_path):
 )
 def test_an_alpha_far_from_one_warns_before_a_run(alpha, warns, tiny_model, tmp_path, caplog):
     check(config(tiny_model, tmp_path / "run", f"objective.alpha={alpha}"))
-    assert ("outside 0.5 to 1.25, single responses" in caplog.text) == warns
+    assert ("outside 0.5 to 1.25, a single response" in caplog.text) == warns
 
 
 def test_another_objective_cannot_resume_a_head(tiny_model, tmp_path):

@@ -400,7 +400,7 @@ def test_a_count_is_a_weight(text, tmp_path, caplog):
     file = rows(tmp_path, row, {**row, "completion": "z"}, {**row, "completion": "w"}, TEXT)
     (group,) = read_rollouts(file, text)
     assert [t.count for t in group.trajectories] == [10**9, 10**9, 1]
-    assert "row 3: count is 1,000,000,000; the rows may count 2,147,483,647" in caplog.text
+    assert "row 3: count is 1,000,000,000; all rows together may have 2,147,483,647" in caplog.text
     buffer = ReplayBuffer()
     buffer.add([group], now=0)
     assert sorted(buffer.columns().count.tolist())[-2:] == [10**9, 10**9 + 1]

@@ -82,7 +82,7 @@ def test_a_tokenizer_that_cannot_write_the_prompts_is_refused(tiny_model, tmp_pa
     rows = [{"question": f"{i}x=", "answer": "#### 1"} for i in range(3)]
     (one_file / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = r"3 of 13 prompts have unknown tokens: the tokenizer of policy\.model = "
-    with pytest.raises(ValueError, match=told + r"'.*' cannot write them, more than task\.allow"):
+    with pytest.raises(ValueError, match=told + r"'.*' cannot encode them, more than task\.allow"):
         check(config(tiny_model, tmp_path, *settings(one_file)))
     (one_file / "train.jsonl").write_text(2 * '{"question": "1<pad>=", "answer": "#### 1"}\n')
     assert check(config(tiny_model, tmp_path, *settings(one_file)))

@@ -21,11 +21,14 @@ SOUND = {
     "kl/k3": 0.002, "sync/logp_gap_max": 0.001, "wait/trainer": 0.0,
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, float], str]] = {
-    "equal_rewards": ({"frac_reward_zero_std": 0.6}, "60% of the groups have equal rewards"),
+    "equal_rewards": (
+        {"frac_reward_zero_std": 0.6},
+        "60% of the groups (more than 50%)",
+    ),
     "graded": ({"tb/graded": 0.25}, "25% of the rewards are neither 0 nor 1"),
     "cut_off": ({"completions/clipped_ratio": 0.3}, "30% of the responses are cut off"),
     "ess": ({"off_policy/ess": 0.4}, "the effective sample size is 40% of a group"),
-    "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples in 10% of the last "),
+    "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples for 10% of the time"),
 }
 SECONDS = count()
 
@@ -81,7 +84,7 @@ def test_equal_rewards_are_left_to_objectives_that_learn_from_them():
     for learns, share in ((False, 0.6), (True, 0.95)):
         own = Warnings(config, learns_from_equal=learns)
         (text,) = given(own, {"frac_reward_zero_std": share}, WINDOW)
-        assert text.startswith(f"{share:.0%} of the groups have equal rewards")
+        assert text.startswith(f"{share:.0%} of the groups (more than ")
         assert ("selection=difficulty" in text) == (not learns)
         assert ("objective.use = tb learns from such groups, too" in text) == learns
 
@@ -114,7 +117,7 @@ def test_a_trainer_that_waits_is_told_what_to_change():
     own = warnings()
     assert given(own, slow, 1) + given(own, quick, STEPS) + given(own, slow, 2) == []
     (text,) = given(own, slow, 1)  # 2.7 of 50 seconds
-    assert "in 5% of the last 50 steps' time (more than 5%)" in text
+    assert "for 5% of the time of the last 50 steps (more than 5%)" in text
     for key in ("runtime.max_reuse = 4", "runtime.searchers", "runtime.concurrent_searches"):
         assert key in text
     assert "runtime.publish_every or trainer.batch_size" in text
@@ -169,7 +172,7 @@ def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     )  # fmt: skip
     run(config(tiny_model, tmp_path / "run", *settings))
     shown = capsys.readouterr().out
-    words = "100% of the groups have equal rewards"
+    words = "100% of the groups (more than 50%) have equal rewards"
     assert shown.count(f"warning: {words}") == 1 and shown.count(words) == 2
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
@@ -193,7 +196,7 @@ def test_a_shift_warns_of_rewards_that_it_is_not_made_for(shift, warns, tiny_mod
         "strategy=recent", "sampling.max_tokens=4",
     )  # fmt: skip
     found = run(config(tiny_model, tmp_path / "run", *settings, f"objective.shift={shift}"))
-    words = "of the rewards are neither 0 nor 1, for which objective.shift is made"
+    words = "of the rewards are neither 0 nor 1: objective.shift is made"
     assert any(words in text for text in found.warnings) == warns
 
 

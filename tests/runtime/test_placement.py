@@ -88,7 +88,7 @@ def test_too_few_gpus_are_one_sentence():
         share("CPU", 2, 3, 1)
     check_room([3, 4, 0], searchers=3, each=2, kind="GPU")
     check_room([0], searchers=3, each=0.5, kind="GPU")  # they share
-    match = r"needs 4 searchers, .* GPUs for 3: each needs 2 of one machine \(engine\.tensor_par"
+    match = r"needs 4 searchers, .* for only 3 .*: each needs 2 on one machine \(engine\.tensor_par"
     with pytest.raises(ValueError, match=match):
         check_room([3, 4, 0], searchers=4, each=2, kind="GPU")
 

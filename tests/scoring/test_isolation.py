@@ -584,7 +584,7 @@ def test_a_searcher_on_ray_survives_its_reward_function(tiny_model, tmp_path):
     ("load", "seconds", "told"),
     [
         ("raise OSError('no such weights')", 60, "no such weights"),
-        ("time.sleep(60)", 1, r"not within runtime\.start_deadline = 1 s; raise it if"),
+        ("time.sleep(60)", 1, r"not ready within runtime\.start_deadline = 1 s; raise it if"),
     ],
 )
 def test_a_judge_that_cannot_be_loaded_ends_the_start_of_the_searcher(

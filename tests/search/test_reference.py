@@ -84,7 +84,7 @@ def test_loaded_weights_give_other_logp_and_their_version(policy):
 
 def test_weights_that_do_not_fit_leave_the_reference_as_it_was(policy):
     reference = Reference(policy, 100)
-    with pytest.raises(ValueError, match="weights are of another model"):
+    with pytest.raises(ValueError, match="weights are of a different model"):
         reference.load_weights(Weights(3, {}))
     assert reference.version == 0
 

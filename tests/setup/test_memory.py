@@ -108,7 +108,9 @@ def test_the_dry_run_plans_for_other_gpus_without_weights(qwen, data, monkeypatc
     assert "\nnot checked, because the run is planned" in out
     status, out, _ = planned([*own, *BEFORE, "runtime.searchers=3"], monkeypatch, capsys)
     assert status == 0
-    assert re.search(r"warning: GPU 0 needs 1\d\d\.\d GB of 80\.0 GB: set trainer\.devices", out)
+    assert re.search(
+        r"warning: GPU 0 needs 1\d\d\.\d GB but has 80\.0 GB: set trainer\.devices", out
+    )
 
 
 def test_gpus_are_written_as_number_times_gb(qwen, monkeypatch, capsys):
@@ -269,7 +271,7 @@ def test_pinned_memory_is_counted_in_powers_of_two(qwen):
     of = needs(qwen, gpus="8x80")
     parts = of.processes[-1].parts
     assert parts["copy for a checkpoint"] == pytest.approx(12 * rounded)
-    assert parts["weights on their way"] == pytest.approx(2 * (4 * NUMBERS + 2 * rounded))
+    assert parts["weights in transit"] == pytest.approx(2 * (4 * NUMBERS + 2 * rounded))
     on_cpu = replace(of, machine=Machine(0, 0, 1e12))
     assert on_cpu.processes[-1].parts["copy for a checkpoint"] == 12 * NUMBERS
 
@@ -292,7 +294,7 @@ def test_a_step_in_parts_of_memory(qwen):
     assert parts["gradient of the LM head"] == 4 * head
     assert "gradient of the LM head" not in needs(qwen, *one, "policy.lora.r=4").processes[0].parts
     parts = needs(qwen, *one, "trainer.weights=bf16").processes[0].parts
-    assert parts["a weight as it changes"] == 18 * head and "activations" not in parts
+    assert parts["update of a weight"] == 18 * head and "activations" not in parts
 
 
 def test_a_pass_keeps_one_attention_mask_or_one_in_each_layer(qwen, tmp_path):

@@ -164,7 +164,7 @@ def test_splits_are_those_of_load_dataset(case, folder, tmp_path):
         ({"split": "validation"}, r"the file '.*' has no split 'validation'; remove it, or give a"),
         ({"held_out_split": "dev[:2]"}, r"the file '.*' has no split 'dev\[:2\]'; remove it"),
         ({"split": "train[x]"}, r"task\.data = '.*' cannot be read: .*train\[x\]"),
-        ({"subset": "main"}, r"task\.subset = 'main' is of hub data sets only; remove it"),
+        ({"subset": "main"}, r"task\.subset = 'main' is for hub data sets only; remove it"),
     ],
 )
 def test_settings_that_a_file_cannot_obey_are_refused(settings, told, tmp_path):

@@ -273,30 +273,33 @@ def test_a_template_of_parts_gets_parts():
 
 WRONG: dict[str, tuple[Any, str]] = {
     "image": ([{"role": "user", "content": [{"type": "image"}]}], "is not text: {'type': 'image'}"),
-    "text": (["Hi"], "a message is not a table"),
+    "text": (["Hi"], "a message is not an object"),
     "words": ([{"role": "user", "content": ["Hi"]}], "is not text: 'Hi'"),
-    "none": ([{"role": "user", "content": None}], "is not a table with `role` and `content`"),
+    "none": ([{"role": "user", "content": None}], "is not an object with `role` and `content`"),
     "number": ([{"role": "user", "content": 5}], "`content` as text: {'content': 5, 'role': 'us"),
     "other names": (
         [{"from": "human", "value": "Hi"}],
         "as text: {'from': 'human', 'value': 'Hi'}",
     ),
-    "begun": ([{"role": "assistant", "content": None}], "message 1: a message is not a table with"),
+    "begun": (
+        [{"role": "assistant", "content": None}],
+        "message 1: a message is not an object with",
+    ),
     "silent": (
         [{"role": "assistant", "tool_calls": []}] * 2,
-        "message 1: a message is not a table with",
+        "message 1: a message is not an object with",
     ),
     "calls": (
         [{"role": "assistant", "tool_calls": 5}],
-        "message 1: a call of a tool cannot be read, 5: give",
+        "message 1: a tool call cannot be read: 5; give",
     ),
     "no JSON": (
         [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}],
-        "message 1: arguments of a call of 'f' must be the JSON of a table",
+        "message 1: arguments of a call of 'f' must be a JSON object",
     ),
     "twice": (
         [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"x": 1, "x": 2}'}]}],
-        "message 1: arguments of a call of 'f' must be the JSON of a table",
+        "message 1: arguments of a call of 'f' must be a JSON object",
     ),
     "empty": ([], "is empty"),
 }

@@ -45,7 +45,7 @@ def examined(chosen: Config, shared: Path) -> tuple[list[str], list[str]]:
 def test_all_is_well_where_a_run_works(tiny_model, tmp_path):
     """The run is the config's, with its engine and its reward. Nothing is left of it."""
     lines, off = examined(config(tiny_model, tmp_path / "run"), tmp_path)
-    assert off == [] and lines[-1] == "off: nothing"
+    assert off == [] and lines[-1] == "problems: none"
     assert [line for line in lines if line in SECTIONS] == SECTIONS
     shown = dict(line.strip().split(maxsplit=1) for line in lines if line.startswith("  "))
     assert {"packages", "start", "trained", "training", "published", "log-prob", "its"} <= set(
@@ -81,7 +81,7 @@ def test_what_is_off_hides_nothing_else(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "distribution", distribution)
     lines, off = examined(config(tiny_model, tmp_path / "run", "engine=vllm"), NOWHERE)
     old, count, shared = off  # vLLM is named once, though the run stumbles over it as well
-    assert old.startswith("vLLM 0.26.0 is installed, and weight updates work with 0.32 and 0.33")
+    assert old.startswith("vLLM 0.26.0 is installed, but weight updates work with 0.32 and 0.33")
     assert count == "GPUs failed: KeyError 'x'"
     assert shared.startswith("/proc cannot be written to (") and "--shm-size" in shared
     assert [line for line in lines if line in SECTIONS] == SECTIONS
@@ -170,7 +170,7 @@ def test_a_full_disk_and_shared_memory_for_reading_only(tiny_model, tmp_path):
     if done.returncode not in (0, 1):
         pytest.skip("needs the right to mount a file system, which root has")
     assert (done.returncode, done.stderr) == (1, "")
-    report = done.stdout.partition("\noff: ")[2].splitlines()
+    report = done.stdout.partition("\nproblems: ")[2].splitlines()
     assert report[0] == "2"
     assert report[1].startswith("- /dev/shm cannot be written to (Read-only file system): Ray and")
     assert report[2] == f"- {disk} is full: {doctor.DISK_ADVICE}"

@@ -75,7 +75,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     ends, length, *memory, seconds = told[4:-1]
     assert told[:4] == [
         "first prompt, 4 tokens:", "0+0=", f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}",
-        "warning: reward of '0': 0.1, the answer of row train-0 itself, is not more than the dummy",
+        "warning: reward of '0': 0.1, the answer given in row train-0, is not more than the dummy",
     ]  # fmt: skip
     assert told[-1] == "config OK (dry run): 3 training prompts, evaluating 2 of 2 held-out prompts"
     assert ends == "responses end at '<eos>' (tokenizer, config.json, generation_config.json)"
@@ -83,7 +83,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     assert re.match(r"host: [\d.]+ [GM]B of [\d,.]+ GB", memory[1])
     assert re.match(r"  trainer: weights [\d.]+ MB, gradients .*, activations [\d.]+ MB", memory[2])
     assert memory[-2:] == [memory[-2], "the memory suffices"]
-    assert re.match(r"a checkpoint has [\d.]+ MB on disk", memory[-2])
+    assert re.match(r"a checkpoint takes [\d.]+ MB on disk", memory[-2])
     assert re.match(r"time: about [\d.e-]+ s a step \(measured\), without search", seconds)
     calls = [call.split(maxsplit=1) for call in (tmp_path / "calls").read_text().splitlines()]
     assert [completions for _, completions in calls] == [str([text] * 2) for text in (DUMMY, "0")]
@@ -129,7 +129,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reward", REFUSED)
 def test_a_reward_that_scores_no_answer_is_refused(config, reward):
-    words = "scores none of 'dummy answer' and '0', which were tried "
+    words = "scores neither 'dummy answer' nor '0', which were tried "
     with pytest.raises(ValueError, match=words + REFUSED[reward]):
         dry_run(config(reward, reward={"deadline": 0.25 if reward == "hangs" else 10.0}))
 
@@ -152,9 +152,13 @@ def test_a_wrong_answer_in_the_data_of_a_grader_of_ours_is_refused(
     if task == "math":
         pytest.importorskip("math_verify")
     chosen = config(task=table)
-    assert re.search(r"^reward of '.*': 1, the answer of row", "\n".join(dry_run(chosen)[1]), re.M)
+    assert re.search(
+        r"^reward of '.*': 1, the answer given in row", "\n".join(dry_run(chosen)[1]), re.M
+    )
     monkeypatch.setattr(Task, "right_answer", lambda task, row: "77777")
-    with pytest.raises(ValueError, match=r"77777.*: 0, the answer of row .*correct the column"):
+    with pytest.raises(
+        ValueError, match=r"77777.*: 0, the answer given in row .*correct the column"
+    ):
         dry_run(chosen)
 
 
@@ -183,7 +187,7 @@ def test_a_number_from_a_column_with_gaps_is_tried_as_a_response_gives_it(config
     golds = (72.0, float("nan"), 0.5, 1.0)
     rows = [{"prompt": f"{i}+0=", "answer": gold} for i, gold in enumerate(golds)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "reward of '72': 0.2, the answer of row" in "\n".join(dry_run(config("length"))[1])
+    assert "reward of '72': 0.2, the answer given in row" in "\n".join(dry_run(config("length"))[1])
 
 
 def test_a_reward_that_fails_for_the_dummy_is_a_warning(config):
@@ -216,7 +220,7 @@ def test_each_source_of_a_mixture_is_tried(config):
     sources = {"a": own, "b": {**own, "prompt": "{answer}+{prompt}"}}
     _, told = dry_run(config("length", task={"use": "mixture", "sources": sources}))
     value = f"reward of {DUMMY!r}: {len(DUMMY) / 10:g}"
-    right = "warning: reward of '0': 0.1, the answer of row {}/train-0 itself, is not more than the dummy"  # noqa: E501
+    right = "warning: reward of '0': 0.1, the answer given in row {}/train-0, is not more than the dummy"  # noqa: E501
     first = ["first prompt of a, 4 tokens:", "0+0=", value, right.format("a")]
     second = ["first prompt of b, 6 tokens:", "0+0+0=", value, right.format("b")]
     assert told[:8] == first + second

@@ -150,10 +150,10 @@ def test_a_run_that_has_not_searched_has_no_rates(tiny_model, tmp_path):
     c = config(tiny_model, tmp_path / "run", "run.steps=1", "eval.prompts=0")
     summary = run(c)
     replace(summary, samples_generated=0).write(tmp_path / "run")
-    with pytest.raises(ValueError, match="has searched nothing; name another run"):
+    with pytest.raises(ValueError, match="has not searched; name another run"):
         plan(c, None, {}, tmp_path / "run")
     (tmp_path / "run" / METRICS).write_text("")
-    with pytest.raises(ValueError, match="has trained nothing; name another run"):
+    with pytest.raises(ValueError, match="has not trained; name another run"):
         plan(c, None, {}, tmp_path / "run")
 
 

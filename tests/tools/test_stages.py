@@ -41,7 +41,9 @@ def row(objective: str, condition: int, rate: float, score: float, **others: Any
     return {"stage": "rates", **cell, "seed": 0, "score": score, "curve": curve} | others
 
 
-NAMES = "lags graded replay quantised others alpha selection steps working real real_40_steps"
+NAMES = (
+    "lags graded replay quantised others alpha selection steps working real real_40_steps redteam"
+)
 
 
 @pytest.mark.parametrize("name", NAMES.split())

@@ -85,13 +85,13 @@ def test_an_option_that_other_plugins_drop_is_refused_or_told(tmp_path, tiny_mod
     with pytest.raises(ValueError, match=told):
         read_study(path, ["objective.beta=0.3"])
     read_study(path)
-    assert "[base] objective.beta is in no run: every grid names another plug-in" in caplog.text
+    assert "no run has [base] objective.beta: every grid names another plug-in" in caplog.text
     caplog.clear()
     path = write(tmp_path, tiny_model, grid.format("tb"))
     read_study(path, ["run.steps=4"])
     assert not caplog.text
     read_study(path, ["objective.beta=0.3"])
-    assert "'objective.beta=0.3' holds for 1 of 2 runs, because of the grids" in caplog.text
+    assert "'objective.beta=0.3' applies to 1 of 2 runs: the grids override it" in caplog.text
 
 
 MISTAKES = {
@@ -265,7 +265,7 @@ def test_runs_that_finished_with_other_rewards_are_refused_or_told(tmp_path, tin
     first.mkdir(parents=True)
     (first / SUMMARY).write_text('{"finished": true}')
     check_study(study)
-    assert f"{first} is from an earlier version: changes of its data and rewards" in caplog.text
+    assert f"{first} is from an earlier version: changes to its data and rewards" in caplog.text
     digests = check(placed(study.config(study.trials[0]))).digests
     (first / DIGESTS).write_text(json.dumps(digests))
     check_study(study)

@@ -223,7 +223,7 @@ def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, scripted, 
 
     scripted.clear()
     assert sweep(path) == 2 and not scripted
-    assert "5 runs, 5 of them ended before" in capsys.readouterr().out
+    assert "5 runs, 5 of them ended earlier" in capsys.readouterr().out
     (study.folder / "all" / "ready").touch()
     assert sweep(path, retry_failed=True) == 2  # seed 1 dies whenever it runs
     assert scripted == ["seed=1", "seed=3", "seed=4"]

@@ -28,7 +28,7 @@ MAX_REPLY_BYTES = 2**22
 """Maximum size of an answer in bytes."""
 SHOWN = 300
 """Maximum number of characters of an answer in an error message."""
-HIDDEN = "(what it sent is not shown, because it may have the key in it)"
+HIDDEN = "(its reply is not shown, because it may contain the key)"
 
 
 class JudgeError(RuntimeError):
@@ -55,7 +55,7 @@ class ClassifyResponse(BaseModel, strict=True):
         rows = {each.index: each.probs for each in self.data}
         if len(self.data) != count or rows.keys() != set(range(count)):
             raise ValueError(
-                f"answered {len(self.data)} scores for {count} texts; each text must have one, and"
+                f"returned {len(self.data)} scores for {count} texts; each text must have one, and"
                 " its index, starting at 0"
             )
         number = label or 0
@@ -156,7 +156,7 @@ class Http(Judge):
         for score in scores:
             if not 0 <= score <= 1:
                 raise ValueError(
-                    f"answered the probability {score}, which is not from 0 to 1; if it is a"
+                    f"returned the probability {score}, which is not between 0 and 1; if it is a"
                     " logit, set value = 'logit'"
                 )
         if self.value == "probability":

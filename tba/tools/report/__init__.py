@@ -16,7 +16,7 @@ from tba.tools.study import STUDY
 __all__ = ["report", "watch"]
 
 EVERY = 5.0
-"""Least seconds between two versions of a page that is watched."""
+"""Minimum number of seconds between two versions of a page that is watched."""
 SHARE = 0.01
 """Largest share of a core that writing them takes."""
 

@@ -48,11 +48,11 @@ def compare(runs: Sequence[Evaluated], measure: str) -> tuple[pd.DataFrame, list
     seeds = Counter(run.setting for run in runs)
     if max(seeds.values()) == 1:
         notes.append(
-            "One seed of each setting: ± covers the held-out prompts, not other seeds of training."
+            "One seed of each setting: ± is over held-out prompts, not over training seeds."
         )
     else:
         text = ", ".join(map(str, seeds.values()))
-        notes.append(f"Seeds of the {len(seeds)} settings: {text}. ± covers the held-out prompts.")
+        notes.append(f"Seeds of the {len(seeds)} settings: {text}. ± is over held-out prompts.")
     return pd.DataFrame(rows), notes
 
 
