@@ -211,11 +211,14 @@ REDTEAM = brief(
     betas=(0.1, 1.0),
     details=("sampled_distance", "drop"),
     given={
-        **{key: os.environ["REDTEAM_MODEL"] for key in ("policy.model", "task.victim")},
-        "task.encoder": os.environ["REDTEAM_ENCODER"],
-    }
-    if "REDTEAM_MODEL" in os.environ
-    else None,
+        key: os.environ[name]
+        for key, name in (
+            ("policy.model", "REDTEAM_MODEL"),
+            ("task.victim", "REDTEAM_MODEL"),
+            ("task.encoder", "REDTEAM_ENCODER"),
+        )
+        if name in os.environ
+    },
 )
 """`dr_grpo` trains on the newest groups only, and at the sampling temperature, as it needs to."""
 EXPERIMENTS = {
