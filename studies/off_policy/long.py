@@ -13,7 +13,7 @@
 has no time for, and `alpha` other divergences than that of `tb`. `selection` asks whether prompts
 of predicted difficulty are learned faster. `real` and `real_40_steps` need a model and data,
 BENCH_MODEL and BENCH_DATA as docs/performance.md says, and are skipped without them. `redteam`
-compares success with diversity in harmless red-teaming; it downloads its models unless
+compares objectives by success and diversity in harmless red-teaming; it downloads its models unless
 REDTEAM_MODEL and REDTEAM_ENCODER name folders. experiment.py says how each is run.
 """
 
@@ -201,7 +201,11 @@ REDTEAM = brief(
     base="../redteam/base.toml",
     objectives={
         "tb": {"objective.use": "tb", "objective.beta": 0.3, "sampling.explore": [0.7, 1.5]},
-        "raft": {"objective.use": "raft", "sampling.explore": [0.7, 1.5]},
+        "raft": {
+            "objective.use": "raft",
+            "objective.threshold": -1.0,
+            "sampling.explore": [0.7, 1.5],
+        },
         "dr_grpo": {"objective.use": "dr_grpo", "objective.beta": 0.0, "strategy.recent": 1.0},
     },
     conditions={"sad stories": {}},
@@ -217,10 +221,12 @@ REDTEAM = brief(
             ("task.victim", "REDTEAM_MODEL"),
             ("task.encoder", "REDTEAM_ENCODER"),
         )
-        if name in os.environ
+        if os.environ.get(name)
     },
 )
-"""`dr_grpo` trains on the newest groups only, and at the sampling temperature, as it needs to."""
+"""`dr_grpo` trains on the newest groups only, and at the sampling temperature, as it needs to. The
+reward is the mean log-probability of harm: `raft` accepts what counts as a success, attacks to
+which both answers are harmful: 0, where one is, -1.5."""
 EXPERIMENTS = {
     e.name: e
     for e in (

@@ -12,7 +12,12 @@ Rule = tuple[bool, str, str]
 
 def broken(rules: Iterable[Rule]) -> list[str]:
     """Return a message for each broken rule."""
-    return [f"{setting} needs {what}" for is_broken, setting, what in rules if is_broken]
+    told = []
+    for is_broken, setting, what in rules:
+        key = setting.partition(" = ")[0]
+        other = "" if what.startswith("to be ") else f", or another value of {key}"
+        told += [f"{setting} needs {what}{other}"] if is_broken else []
+    return told
 
 
 def rules_of_sizes(c: ConfigTables) -> Iterator[Rule]:
@@ -74,7 +79,7 @@ def rules_of_rows(c: ConfigTables, prompts: int, held_out: int, is_new: bool) ->
         yield bool(value) and not held_out, name, held
     if is_new:  # a resumed run keeps its settings
         few = "prompts" in e.model_fields_set and e.prompts > held_out
-        least = f"{e.prompts} or more held-out prompts, of which there are {held_out}"
+        least = f"{e.prompts} or more held-out prompts, but there are {held_out}"
         yield few, f"eval.prompts = {e.prompts}", least
         filled = -(-c.replay.first_fill * c.sampling.samples // prompts)
         first = f"replay.first_fill = {c.replay.first_fill} with {prompts} training prompts"
@@ -89,14 +94,15 @@ def rules_of_sources(task: TaskTable) -> Iterator[Rule]:
         key = f"task.sources.{name}"
         weight = f"{key}.weight = {source.weight:g}"
         yield source.weight > 0 and not is_mixture, weight, "task.use=mixture"
-        yield is_mixture and not source.use, mixed, f"{key}.use"
-        yield source.use == "mixture", f"{key}.use = mixture", "another task"
+        yield is_mixture and not source.use, mixed, f"{key}.use=TASK"
+        yield source.use == "mixture", f"{key}.use = mixture", "to be another task"
 
 
 def rules_of_processes(c: ConfigTables) -> Iterator[Rule]:
     r = c.runtime
     t = c.trainer
     is_local = r.use == "local"
+    is_range = not isinstance(r.searchers, int)
     count = f"runtime.searchers = {r.searchers}"
     yield is_local and r.fresh == 0, "runtime.use = local", "runtime.fresh=1 or more"
     yield is_local and r.searchers not in (0, 1), count, "runtime.use=ray"
@@ -104,9 +110,8 @@ def rules_of_processes(c: ConfigTables) -> Iterator[Rule]:
     yield r.searchers == 0 and not c.replay.rollouts, count, "replay.rollouts=FILE.jsonl"
     sleeps = r.colocate == "sleep"
     yield sleeps and not is_local, "runtime.colocate = sleep", "runtime.use=local"
-    is_range = not isinstance(r.searchers, int)
-    yield is_range and r.address is None, "a range of runtime.searchers", "runtime.address"
-    yield is_range and r.lag is not None, "a range of runtime.searchers", "runtime.lag unset"
+    yield is_range and r.address is None, count, "runtime.address=auto"
+    yield is_range and r.lag is not None, count, "runtime.lag unset"
     lag = f"runtime.lag = {r.lag}"
     own_pace = r.fresh not in (None, t.groups)
     yield r.lag is not None and own_pace, lag, "runtime.fresh unset"

@@ -102,7 +102,7 @@ class Engine(ABC):
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
         """Return the completion of each turn. It depends on the turn's seed, not on other turns.
 
-        An engine overrides this to sample several at once, or by a schema (ValueError if wrong).
+        An engine overrides this to sample several at once, or by a schema (its ValueError).
         """
         completions = []
         for turn in turns:

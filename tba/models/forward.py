@@ -21,7 +21,7 @@ from tba.models import EVERYONE, FLEX, Packing
 LOGITS_AT_ONCE = {"cpu": 2**22, "cuda": 2**27}
 """Logits per chunk of the LM head, by device: few on a CPU, where clearing memory is slow."""
 ALIGNED = 16
-"""Rows of an attention mask are allocated in multiples of this size, for SDPA's kernels."""
+"""The allocated length of an attention mask's rows is a multiple of this, for SDPA's kernels."""
 LOGIT_SETTINGS = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 """Keys in config.json for a divisor (Granite), a factor (Cohere) and a cap (Gemma 2) of logits."""
 

@@ -140,7 +140,7 @@ class TrajectoryBalance(Objective):
             return loss, {"tb/log_z": beta_log_z / self.beta}
         kind: Importance = "none" if self.importance_cap is None else "sequence"
         weight = importance(kind, logp, batch, self.importance_cap or 1.0)[..., 0]
-        # for beta log Z: of the live policy, this group, without a gradient
+        # its mean is beta log Z: from the live policy and this group only, without a gradient
         value = -residual.detach()
         if self.tapers_by == "reward":
             is_better = better(batch.reward)

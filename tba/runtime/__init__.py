@@ -99,7 +99,7 @@ class Searchers(Protocol):
         """
 
     def publish(self, trainer: Trainer, version: int) -> None:
-        """Make the trainer's weights the newest of the searchers; slow ones may skip versions.
+        """Make the trainer's weights the searchers' newest; slow searchers may skip versions.
 
         They are copied before this returns; the rest may happen in the background.
         """

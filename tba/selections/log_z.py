@@ -17,7 +17,7 @@ class LogZ(CountedSelection):
 
     Each group estimates beta log Z by mean_j (r_j - beta (log mu - log ref)_j), where mu sampled
     it: the mean reward minus its KL cost. At the optimum of `tb`, every response gives the same
-    number, so the estimate has no noise; a count of right answers, as for a Beta posterior, does.
+    number, so the estimate has no noise; a count of right answers (a Beta posterior) is noisy.
     A prompt is drawn with probability proportional to exp(-(beta log Z - target)^2 / (2 width^2)),
     without replacement. A prompt that was never searched counts as at the target.
 

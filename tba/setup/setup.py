@@ -315,7 +315,7 @@ def _check_objective(c: Config, objective: Plugin) -> None:
     if refused and needs_behavior(c, objective):
         raise ValueError(
             f"{' and '.join(refused)} does not work with objective.use = {c.objective.use!r},"
-            " which needs the exact log-probs of the policy that sampled, which are then unknown;"
+            " which needs the exact log-probs of the sampling policy, and these are then unknown;"
             " remove it, or use objective=tb without objective.importance_cap"
         )
     drawn = {"reward": float(c.strategy.use == "reward"), "recent": 0.0} | c.strategy.options
@@ -323,9 +323,9 @@ def _check_objective(c: Config, objective: Plugin) -> None:
         refused.append("replay by reward (strategy.reward above 0)")
     if refused and (first.needs_own_samples or last.needs_own_samples):
         raise ValueError(
-            f"{' and '.join(refused)} does not work with this objective.use ="
-            f" {c.objective.use!r}, whose optimum is right only on samples of the policy itself"
-            " (with tb, because of objective.shift); remove one of the two"
+            f"{' and '.join(refused)} does not work with objective.use = {c.objective.use!r} and"
+            " these options, whose optimum is right only on samples of the policy itself; remove"
+            " it, or change the objective (for tb: objective.shift=0)"
         )
 
 

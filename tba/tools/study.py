@@ -203,7 +203,10 @@ def _check_settings(study: Study, settings: Sequence[str], base: Iterable[str]) 
             )
         if count < len(runs):
             log.warning(
-                "%r applies to %d of %d runs: the grids override it", setting, count, len(runs)
+                "%r applies to only %d of %d runs: grids override or drop it",
+                setting,
+                count,
+                len(runs),
             )
 
 

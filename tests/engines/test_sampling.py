@@ -109,7 +109,7 @@ def test_a_shift_refuses_samples_of_other_policies(toy_model, tmp_path):
     falling = "objective.shift={start=0.5, end=0.0, steps=9}"
     for setting, name in foreign.items():
         for shift in ("objective.shift=0.5", falling):
-            told = rf"{name}.* does not work with this objective\.use = 'tb', whose optimum"
+            told = rf"{name}.* does not work with objective\.use = 'tb' and these options"
             with pytest.raises(ValueError, match=told):
                 check(toy_config(toy_model, tmp_path, "strategy=recent", setting, shift))
     for strategy in (["strategy=recent"], ["strategy=mixture", "strategy.reward=0.0"]):

@@ -40,7 +40,7 @@ def test_what_depends_on_the_steps_is_checked_when_they_are_known():
 
 
 def test_epochs_are_refused_beside_steps(tmp_path):
-    told = r"^run\.epochs = 2\.0 needs run\.steps unset$"
+    told = r"^run\.epochs = 2\.0 needs run\.steps unset, or another value of run\.epochs$"
     with pytest.raises(ValueError, match=told):
         load(None, ["run.epochs=2", "run.steps=9"])
     with pytest.raises(ValueError, match=told):

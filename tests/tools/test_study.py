@@ -91,7 +91,9 @@ def test_an_option_that_other_plugins_drop_is_refused_or_told(tmp_path, tiny_mod
     read_study(path, ["run.steps=4"])
     assert not caplog.text
     read_study(path, ["objective.beta=0.3"])
-    assert "'objective.beta=0.3' applies to 1 of 2 runs: the grids override it" in caplog.text
+    assert (
+        "'objective.beta=0.3' applies to only 1 of 2 runs: grids override or drop it" in caplog.text
+    )
 
 
 MISTAKES = {
