@@ -145,7 +145,7 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     by_name = {name: rows for name, lag, rows in real.final() if lag == 16}
     ends = {name: real.cell(rows).split(" ± ")[0] for name, rows in by_name.items()}
     raft, shift, tapered = (ends[name] for name in ("raft", "tb shift", "tb tapered"))
-    quoted += f"they end at {raft}, {shift} and {tapered}, `tb` with a beta of .003."
+    quoted += f"they end at {raft}, {shift} and {tapered} %, `tb` with a beta of .003."
     assert {row["beta"] for name in ("tb shift", "tb tapered") for row in by_name[name]} == {0.003}
     assert quoted in " ".join((ROOT / "README.md").read_text().split())
     for name, side in (("tb tapered", "points ahead of `raft`"), ("tb shift", "behind it")):
