@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"a": {"use": "agent", "data": "", "rollout": "random:random"}},
         "dialogues or a program, which a mixture cannot train on",
     ),
-    "nested": ({"a": {"use": "mixture"}}, "task.sources.a.use = mixture needs another task"),
+    "nested": ({"a": {"use": "mixture"}}, "task.sources.a.use = mixture needs to be another task"),
 }
 
 

@@ -217,7 +217,7 @@ def test_long_prompts_are_left_out_and_counted(model, data, tmp_path, caplog):
     assert len(check(config(folder, mixed)).prompts) == 2
     more = {**limited, "sources": {"b": {"weight": 0, "held_out_size": 4}}}
     assert len(check(config(folder, more, eval={"prompts": 1})).evaluated["b"]) == 1
-    told = r"all held-out prompts are longer than .*_tokens = 1; raise"
+    told = r"all held-out prompts are longer than .*_tokens = 1; change"
     with pytest.raises(ValueError, match=told):
         check(config(folder, {**data, "max_prompt_tokens": 1}))
     with pytest.raises(ValueError, match=r"of task\.sources\.a are longer"):
