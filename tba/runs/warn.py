@@ -16,6 +16,7 @@ SMALL_KL = 0.01
 """KL in nats per token that is small whatever the usual value."""
 KL = "kl/k3"  # in every training step, and in no evaluation
 GRADED = "tb/graded"  # a metric of steps with objective.shift
+ACCEPTED = "raft/accepted"  # a metric of steps with objective=raft
 
 MOST_EQUAL = 0.5
 """Largest fraction of the groups that may have equal rewards."""
@@ -146,6 +147,12 @@ class Warnings:
                 "graded",
                 f"{graded:.0%} of the rewards are neither 0 nor 1: objective.shift is made for"
                 " these two, and with others it can favour bad responses; set objective.shift=0",
+            )
+        if all(row.get(ACCEPTED) == 0 for row in recent):
+            yield (
+                "accepted",
+                "objective=raft has accepted no response and learned nothing: no reward reached"
+                " objective.threshold; set it lower if the rewards have another scale",
             )
         if cut_off > MOST_CUT_OFF:
             yield (

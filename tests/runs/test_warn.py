@@ -26,6 +26,7 @@ CASES: dict[str, tuple[dict[str, float], str]] = {
         "60% of the groups (more than 50%)",
     ),
     "graded": ({"tb/graded": 0.25}, "25% of the rewards are neither 0 nor 1"),
+    "accepted": ({"raft/accepted": 0.0}, "objective=raft has accepted no response"),
     "cut_off": ({"completions/clipped_ratio": 0.3}, "30% of the responses are cut off"),
     "ess": ({"off_policy/ess": 0.4}, "the effective sample size is 40% of a group"),
     "reuse": ({"wait/trainer": 0.1}, "the trainer waited for new samples for 10% of the time"),
@@ -198,6 +199,16 @@ def test_a_shift_warns_of_rewards_that_it_is_not_made_for(shift, warns, tiny_mod
     found = run(config(tiny_model, tmp_path / "run", *settings, f"objective.shift={shift}"))
     words = "of the rewards are neither 0 nor 1: objective.shift is made"
     assert any(words in text for text in found.warnings) == warns
+
+
+@pytest.mark.parametrize(("threshold", "warns"), [(1000.0, True), (0.0, False)])
+def test_raft_that_accepts_nothing_says_so(threshold, warns, tiny_model, tmp_path):
+    settings = (
+        "engine=scripted", "engine.answers=['1', '22', '371']", "task=toy.Toy", "run.steps=4",
+        "strategy=recent", "sampling.max_tokens=4", "objective=raft",
+    )  # fmt: skip
+    found = run(config(tiny_model, tmp_path / "run", *settings, f"objective.threshold={threshold}"))
+    assert any("has accepted no response" in text for text in found.warnings) == warns
 
 
 def test_warnings_at_the_end_of_a_short_run_are_made_again_when_it_goes_on(
