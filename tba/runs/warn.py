@@ -125,35 +125,11 @@ class Warnings:
     def _signs(self, ended: bool = False) -> Iterator[RunWarning]:
         """Yield the signs of trouble in the latest steps."""
         recent = list(self._steps)[-WINDOW:]
-        equal, cut_off, ess = (
+        yield from self._signs_of_rewards(recent)
+        cut_off, ess = (
             fmean(row[name] or 0.0 for row in recent)
-            for name in ("frac_reward_zero_std", "completions/clipped_ratio", "off_policy/ess")
+            for name in ("completions/clipped_ratio", "off_policy/ess")
         )
-        most_equal = MOST_EQUAL_LEARNT if self._learns_from_equal else MOST_EQUAL
-        if equal > most_equal:
-            solved = "choose harder prompts, or selection=difficulty"
-            if self._learns_from_equal:
-                use = self._config.objective.use
-                solved = f"leave it: objective.use = {use} learns from such groups, too"
-            yield (
-                "equal_rewards",
-                f"{equal:.0%} of the groups (more than {most_equal:.0%}) have equal rewards, which"
-                " do not tell better responses from worse: read some completions; if nothing is"
-                " solved yet, choose easier prompts, reward partial answers, or raise"
-                f" sampling.samples; if everything is, {solved}",
-            )
-        if graded := fmean(row.get(GRADED) or 0.0 for row in recent):
-            yield (
-                "graded",
-                f"{graded:.0%} of the rewards are neither 0 nor 1: objective.shift is made for"
-                " these two, and with others it can favour bad responses; set objective.shift=0",
-            )
-        if all(row.get(ACCEPTED) == 0 for row in recent):
-            yield (
-                "accepted",
-                "objective=raft has accepted no response and learned nothing: no reward reached"
-                " objective.threshold; set it lower if the rewards have another scale",
-            )
         if cut_off > MOST_CUT_OFF:
             yield (
                 "cut_off",
@@ -195,4 +171,35 @@ class Warnings:
                 f"kl/k3 is {kl:.2g} nats per token, more than {MOST_KL:g} times its"
                 f" median over the first {FIRST} steps, {usual:.2g}: the policy drifts from the"
                 " reference; lower trainer.learning_rate, or raise objective.beta",
+            )
+
+    def _signs_of_rewards(
+        self, recent: Sequence[Mapping[str, float | None]]
+    ) -> Iterator[RunWarning]:
+        """Yield the signs that the rewards teach nothing, or the wrong thing."""
+        equal = fmean(row["frac_reward_zero_std"] or 0.0 for row in recent)
+        most_equal = MOST_EQUAL_LEARNT if self._learns_from_equal else MOST_EQUAL
+        if equal > most_equal:
+            solved = "choose harder prompts, or selection=difficulty"
+            if self._learns_from_equal:
+                use = self._config.objective.use
+                solved = f"leave it: objective.use = {use} learns from such groups, too"
+            yield (
+                "equal_rewards",
+                f"{equal:.0%} of the groups (more than {most_equal:.0%}) have equal rewards, which"
+                " do not tell better responses from worse: read some completions; if nothing is"
+                " solved yet, choose easier prompts, reward partial answers, or raise"
+                f" sampling.samples; if everything is, {solved}",
+            )
+        if graded := fmean(row.get(GRADED) or 0.0 for row in recent):
+            yield (
+                "graded",
+                f"{graded:.0%} of the rewards are neither 0 nor 1: objective.shift is made for"
+                " these two, and with others it can favour bad responses; set objective.shift=0",
+            )
+        if all(row.get(ACCEPTED) == 0 for row in recent):
+            yield (
+                "accepted",
+                "objective=raft has accepted no response and learned nothing: no reward reached"
+                " objective.threshold; set it lower if the rewards have another scale",
             )
