@@ -14,9 +14,10 @@ def broken(rules: Iterable[Rule]) -> list[str]:
     """Return a message for each broken rule."""
     told = []
     for is_broken, setting, what in rules:
-        key = setting.partition(" = ")[0]
-        other = "" if what.startswith("to be ") else f", or another value of {key}"
-        told += [f"{setting} needs {what}{other}"] if is_broken else []
+        if is_broken:
+            key = setting.partition(" = ")[0]
+            other = "" if what.startswith("to be ") else f", or another value of {key}"
+            told.append(f"{setting} needs {what}{other}")
     return told
 
 

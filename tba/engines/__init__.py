@@ -102,7 +102,7 @@ class Engine(ABC):
     def complete(self, turns: Sequence[Turn]) -> list[Completion]:
         """Return the completion of each turn. It depends on the turn's seed, not on other turns.
 
-        An engine overrides this to sample several at once, or by a schema (its ValueError).
+        Engines override this to sample several at once, or with a schema. A ValueError is about it.
         """
         completions = []
         for turn in turns:

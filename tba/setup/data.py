@@ -159,7 +159,7 @@ def usable_prompts(
     if empty := firsts.keys() - {task.source(p)[0] for p in left}:
         of_source = "".join(f" of task.sources.{name}" for name in sorted(empty) if name)
         raise ValueError(
-            f"all {what} prompts{of_source} are {' or '.join(lost)}; change or remove them"
+            f"all {what} prompts{of_source} are {' or '.join(lost)}; change what excludes them"
         )
     return left
 

@@ -23,7 +23,7 @@ SOUND = {
 CASES: dict[str, tuple[dict[str, float], str]] = {
     "equal_rewards": (
         {"frac_reward_zero_std": 0.6},
-        "60% of the groups (more than 50%)",
+        "60% of the groups (more than 50%) have equal rewards",
     ),
     "graded": ({"tb/graded": 0.25}, "25% of the rewards are neither 0 nor 1"),
     "accepted": ({"raft/accepted": 0.0}, "objective=raft has accepted no response"),
@@ -82,10 +82,10 @@ def test_equal_rewards_are_left_to_objectives_that_learn_from_them():
     config = load(None, ["trainer.warmup_steps=20"])
     own = Warnings(config, learns_from_equal=True)
     assert given(own, {"frac_reward_zero_std": 0.9}, WINDOW) == []
-    for learns, share in ((False, 0.6), (True, 0.95)):
+    for learns, share, most in ((False, 0.6, 50), (True, 0.95, 90)):
         own = Warnings(config, learns_from_equal=learns)
         (text,) = given(own, {"frac_reward_zero_std": share}, WINDOW)
-        assert text.startswith(f"{share:.0%} of the groups (more than ")
+        assert text.startswith(f"{share:.0%} of the groups (more than {most}%) have equal rewards")
         assert ("selection=difficulty" in text) == (not learns)
         assert ("objective.use = tb learns from such groups, too" in text) == learns
 
@@ -173,7 +173,9 @@ def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     )  # fmt: skip
     run(config(tiny_model, tmp_path / "run", *settings))
     shown = capsys.readouterr().out
-    words = "100% of the groups (more than "
+    words = "100% of the groups (more than {}%) have equal rewards"
+    other_words = words.format(50)
+    words = words.format(90)
     assert shown.count(f"warning: {words}") == 1 and shown.count(words) == 2
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     assert {row["frac_reward_zero_std"] for row in rows} == {1.0}
@@ -183,8 +185,8 @@ def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     assert f"warning: {words}" not in capsys.readouterr().out
     assert summary(tmp_path / "run")["warnings"] == before
     other = run(config(tiny_model, tmp_path / "other", *settings, "objective=dr_grpo")).warnings
-    for found, learns in ((before, True), (other, False)):
-        (text,) = [text for text in found if text.startswith(words)]
+    for found, learns, begins in ((before, True, words), (other, False, other_words)):
+        (text,) = [text for text in found if text.startswith(begins)]
         assert ("selection=difficulty" in text) == (not learns)
 
 

@@ -97,7 +97,7 @@ NONSENSE = {
     "no JSON": ("<html>busy</html>", "answered with invalid data (it: Invalid JSON"),
     "other JSON": ('{"scores": [1]}', "answered with invalid data (data: Field required): {"),
     "text": (DATA.format('{"index": 0, "probs": ["high"]}'), "(data.0.probs.0: Input should be a"),
-    "no score": (DATA.format(""), "returned 0 scores for 1 texts"),
+    "no score": (DATA.format(""), "answered with 0 scores for 1 texts"),
     "two labels": (DATA.format('{"index": 0, "probs": [0.1, 0.9]}'), "with 2 labels; set label"),
     "bad request": (None, "failed: status 400: no such model"),
 }

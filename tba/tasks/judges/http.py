@@ -55,7 +55,7 @@ class ClassifyResponse(BaseModel, strict=True):
         rows = {each.index: each.probs for each in self.data}
         if len(self.data) != count or rows.keys() != set(range(count)):
             raise ValueError(
-                f"returned {len(self.data)} scores for {count} texts; each text must have one, and"
+                f"answered with {len(self.data)} scores for {count} texts; each must have one, and"
                 " its index, starting at 0"
             )
         number = label or 0
@@ -156,7 +156,7 @@ class Http(Judge):
         for score in scores:
             if not 0 <= score <= 1:
                 raise ValueError(
-                    f"returned the probability {score}, which is not between 0 and 1; if it is a"
+                    f"answered with a probability of {score}, not between 0 and 1; if it is a"
                     " logit, set value = 'logit'"
                 )
         if self.value == "probability":
