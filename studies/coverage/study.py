@@ -2,6 +2,7 @@
 
     python -m studies.coverage.study            # `make study-coverage`; runs what rows/ lacks
     python -m studies.coverage.study raft tb    # only objectives whose names begin so
+    python -m studies.coverage.study --longer   # four objectives with 1,000 steps
     python -m studies.coverage.study --count    # only the number of runs, and the time
     python -m studies.coverage.study --tables   # only the tables and the figure, from the rows
 
@@ -9,7 +10,9 @@ pairs.py has the task, and measure.py what is measured: the exact probabilities 
 answers at every evaluation. Each objective is searched at each lag as experiment.py says, with
 linear decay alone: rates with its first beta, betas at the best rate, and rates again with a better
 beta. It is searched by the pass rate, and by E r - beta KL at a beta of .1; each has rows of other
-seeds, the table. At lag 256, all 200 batches come from the first weights.
+seeds, the table. At lag 256, all 200 batches come from the first weights. The study with 1,000
+steps asks where long runs end: it compares by E r - beta KL, and all betas are those of that
+number.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from statistics import fmean, stdev
 import torch
 from torch import Tensor
 
-from studies.coverage.measure import UNLIKELY, Exact, curve, grammar, right
+from studies.coverage.measure import BETA, UNLIKELY, Exact, curve, grammar, right
 from studies.off_policy.experiment import Experiment, Row, Setting
 from tba.runs.folder import read_optional, write_json
 
@@ -63,9 +66,10 @@ OBJECTIVES: dict[str, dict[str, str | float]] = {
 
 @dataclass(frozen=True)
 class Coverage(Experiment):
-    """Objectives at lags, each searched by each number of `FOUND_BY`."""
+    """Objectives at lags, each searched by each of `numbers`, of those in `FOUND_BY`."""
 
     folder: Path = HERE / "rows"
+    numbers: Sequence[str] = tuple(FOUND_BY)
 
     @property
     def rows(self) -> Path:
@@ -74,7 +78,7 @@ class Coverage(Experiment):
     def carry_out(self) -> None:
         """Run what the rows lack, one cell after the other."""
         for name, lag in self.cells():
-            for number in FOUND_BY:
+            for number in self.numbers:
                 objectives = {name: self.objectives[name]}
                 conditions = {lag: self.conditions[lag]}
                 one = replace(
@@ -91,8 +95,8 @@ class Coverage(Experiment):
 
     def tables(self) -> str:
         """Return a table for each way to search: objective x lag."""
-        tables = {name: replace(self, compared_by=number) for number, name in FOUND_BY.items()}
-        texts = [f"Searched by {name}:\n\n{one.table()}" for name, one in tables.items()]
+        tables = {n: replace(self, compared_by=n).table() for n in self.numbers}
+        texts = [f"Searched by {FOUND_BY[n]}:\n\n{table}" for n, table in tables.items()]
         return "\n\n".join(texts)
 
     def cell(self, own: Sequence[Row]) -> str:
@@ -109,7 +113,9 @@ class Coverage(Experiment):
         return " / ".join(means), f"{beta}{best.rate:g}"
 
     def count(self) -> str:
-        return f"{super().count()}; for {len(FOUND_BY)} numbers at most {len(FOUND_BY)} times that"
+        times = len(self.numbers)
+        more = "" if times == 1 else f"; for {times} numbers at most {times} times that"
+        return f"{super().count()}{more}"
 
 
 COVERAGE = Coverage(
@@ -125,6 +131,20 @@ COVERAGE = Coverage(
     search_seeds=(100,),
     seeds=(0, 1, 2),
     keep_checkpoints=True,
+)
+LONGER = replace(
+    COVERAGE,
+    name="longer",
+    numbers=("regularised",),
+    objectives={
+        **{name: OBJECTIVES[name] for name in ("tb residual", "tb_learned_z", "raft")},
+        "dr_grpo": {**OBJECTIVES["dr_grpo"], "objective.beta": BETA},
+    },
+    conditions={lag: COVERAGE.conditions[lag] for lag in (0, 16, 64)},
+    seconds=180,
+    betas=(),
+    wider=1,
+    given={"run.steps": 1000, "eval.every": 200, "checkpoint.every": 200, "checkpoint.keep": 5},
 )
 
 
@@ -192,16 +212,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("objectives", nargs="*", help="beginnings of names; default: all")
     parser.add_argument("--lags", type=int, nargs="*", help="only these lags")
+    parser.add_argument("--longer", action="store_true", help="the study with 1,000 steps")
     parser.add_argument("--count", action="store_true", help="print the number of runs only")
     parser.add_argument("--tables", action="store_true", help="print the tables from the rows")
     options = parser.parse_args()
     beginnings = tuple(options.objectives) or ("",)
+    whole = LONGER if options.longer else COVERAGE
     study = replace(
-        COVERAGE,
-        objectives={n: each for n, each in OBJECTIVES.items() if n.startswith(beginnings)},
+        whole,
+        objectives={n: each for n, each in whole.objectives.items() if n.startswith(beginnings)},
         conditions={
             lag: settings
-            for lag, settings in COVERAGE.conditions.items()
+            for lag, settings in whole.conditions.items()
             if options.lags is None or lag in options.lags
         },
     )
@@ -211,7 +233,8 @@ def main() -> None:
     if not options.tables:
         study.carry_out()
     print(study.tables())
-    draw(study)
+    if not options.longer:
+        draw(study)
 
 
 if __name__ == "__main__":
