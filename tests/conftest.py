@@ -9,6 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+# Read when torch is imported. Otherwise, matrix products in other threads than the main one use all
+# cores whatever torch.set_num_threads says, and wait for each other by spinning: on busy cores, a
+# test takes 20 times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
 import jaxtyping
 import numpy as np
 import pytest
@@ -20,6 +26,7 @@ from suite import pytest_runtest_makereport as pytest_runtest_makereport
 from tba.prompt import Prompt
 from tba.types import Batch, Group, Trajectory, collate
 
+del os.environ["OMP_NUM_THREADS"]  # child processes have the threads of a user's
 # Read when transformers and datasets are imported, and when ray is: none of the above does that.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray listens on loopback
@@ -27,6 +34,14 @@ torch.set_num_threads(1)  # on tiny models threads only wait for each other
 # Under nohup or in the background they are ignored, here and in every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+PRIORITY = os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def pytest_runtest_teardown() -> None:
+    """No test lowers the priority of this process: it would hold up all tests after it."""
+    assert os.getpriority(os.PRIO_PROCESS, 0) == PRIORITY
+
 
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = [PAD, EOS, *"0123456789+="]
