@@ -4,6 +4,7 @@ They run in a folder with the files of the quick start and a small run. Training
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -64,8 +65,9 @@ def write_files(text: str, folder: Path) -> None:
 
 
 def call(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run `tba` with these arguments in this process."""
+    """Run `tba` with these arguments in this process, whose priority stays as it is."""
     monkeypatch.setattr(sys, "argv", ["tba", *arguments])
+    monkeypatch.setattr(os, "nice", lambda increment: None)
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code, arguments
