@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-# Read when torch is imported. Otherwise, matrix products in other threads than the main one use all
-# cores whatever torch.set_num_threads says, and wait for each other by spinning: on busy cores, a
-# test takes 20 times as long.
+# Read when torch is imported, here and in child processes. Without it, matrix products in another
+# thread than the main one use all cores, whatever torch.set_num_threads says.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import jaxtyping
 import numpy as np
@@ -26,7 +24,6 @@ from suite import pytest_runtest_makereport as pytest_runtest_makereport
 from tba.prompt import Prompt
 from tba.types import Batch, Group, Trajectory, collate
 
-del os.environ["OMP_NUM_THREADS"]  # child processes have the threads of a user's
 # Read when transformers and datasets are imported, and when ray is: none of the above does that.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray listens on loopback
