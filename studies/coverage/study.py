@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from studies.coverage.measure import BETA, UNLIKELY, Exact, curve, grammar, right
-from studies.off_policy.experiment import Experiment, Row, Setting
+from studies.off_policy.experiment import Condition, Experiment, Row, Setting
 from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
@@ -70,6 +70,8 @@ class Coverage(Experiment):
 
     folder: Path = HERE / "rows"
     numbers: Sequence[str] = tuple(FOUND_BY)
+    base_objective: str = "tb shift"
+    """Objective that the others are compared with, by seed."""
 
     @property
     def rows(self) -> Path:
@@ -98,6 +100,30 @@ class Coverage(Experiment):
         tables = {n: replace(self, compared_by=n).table() for n in self.numbers}
         texts = [f"Searched by {FOUND_BY[n]}:\n\n{table}" for n, table in tables.items()]
         return "\n\n".join(texts)
+
+    def differences(self) -> str:
+        """Return by how much each objective is behind `base_objective` at each lag, by seed.
+
+        For each of `numbers`, both have the settings that were found by it.
+        """
+        lags = " | ".join(f"lag {lag}" for lag in self.conditions)
+        lines = [f"| objective | {lags} |", "| --- |" + " --- |" * len(self.conditions)]
+        found = {n: replace(self, compared_by=n).in_table() for n in self.numbers}
+        base = self.base_objective
+        for name in self.objectives:
+            cells = []
+            for lag in self.conditions:
+                has_both = all({(name, lag), (base, lag)} <= rows.keys() for rows in found.values())
+                pairs = [(n, found[n][name, lag], found[n][base, lag]) for n in found if has_both]
+                cells.append(" / ".join(behind(*each) for each in pairs) or "not run")
+            if name != base and {*cells} != {"not run"}:
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def in_table(self) -> dict[tuple[str, Condition], list[Row]]:
+        """Return the rows of the table of each cell that has them."""
+        final = ((name, lag, rows) for name, lag, rows in self.final() if rows)
+        return {(n, lag): rows for n, lag, rows in final if rows[0]["stage"] == "table"}
 
     def cell(self, own: Sequence[Row]) -> str:
         found = [row for row in own if row["coverage"]]
@@ -136,6 +162,7 @@ LONGER = replace(
     COVERAGE,
     name="longer",
     numbers=("regularised",),
+    base_objective="tb residual",
     objectives={
         **{name: OBJECTIVES[name] for name in ("tb residual", "tb_learned_z", "raft")},
         "dr_grpo": {**OBJECTIVES["dr_grpo"], "objective.beta": BETA},
@@ -146,6 +173,13 @@ LONGER = replace(
     wider=1,
     given={"run.steps": 1000, "eval.every": 200, "checkpoint.every": 200, "checkpoint.keep": 5},
 )
+
+
+def behind(number: str, own: Sequence[Row], base: Sequence[Row]) -> str:
+    """Return how far rows are behind others with the same seeds: mean ± standard error."""
+    others = {row["seed"]: row[number] for row in base}
+    by_seed = [others[row["seed"]] - row[number] for row in own]
+    return f"{fmean(by_seed):.3f} ± {stdev(by_seed) / len(by_seed) ** 0.5:.3f}"
 
 
 @cache

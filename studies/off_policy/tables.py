@@ -17,7 +17,7 @@ import pandas as pd
 from long import EXPERIMENTS, savings
 from stages import LAGS
 
-from studies.coverage.study import COVERAGE
+from studies.coverage.study import COVERAGE, LONGER
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
@@ -43,6 +43,9 @@ def tables() -> dict[str, str]:
         **{experiment.name: experiment.table() for experiment in (LAGS, *EXPERIMENTS.values())},
         "savings": savings(),
         "coverage": COVERAGE.tables(),
+        "coverage_differences": COVERAGE.differences(),
+        "longer": LONGER.tables(),
+        "longer_differences": LONGER.differences(),
         "noise_k": variances(noise, "K", "k"),
         "noise_length": variances(noise, "length", "length"),
     }

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from studies.coverage import measure
 from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
-from studies.coverage.study import COVERAGE, FOUND_BY, Coverage, Row, Setting
+from studies.coverage.study import COVERAGE, FOUND_BY, LONGER, Coverage, Row, Setting
 from studies.off_policy.experiment import key_of
 from tba.config.plugins import resolved
 from tba.prompt import Answer, Prompt
@@ -103,12 +103,13 @@ def test_what_is_measured_by_hand():
     assert at_target["regularised"] > found["regularised"]
 
 
-def test_every_setting_is_a_config(tmp_path, monkeypatch):
+@pytest.mark.parametrize("whole", [COVERAGE, LONGER], ids=lambda study: study.name)
+def test_every_setting_is_a_config(whole, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    every = [Setting(*cell, 1e-4, "linear") for cell in COVERAGE.cells()]
+    every = [Setting(*cell, 1e-4, "linear") for cell in whole.cells()]
     file = tmp_path / "study.toml"
     file.write_text(
-        COVERAGE.text("rates", tmp_path, [(each, COVERAGE.search_seeds[0]) for each in every])
+        whole.text("rates", tmp_path, [(each, whole.search_seeds[0]) for each in every])
     )
     study = read_study(file)
     assert len(study.trials) == len(every) and study.table.keep_checkpoints
@@ -163,6 +164,30 @@ def test_the_search_is_by_turns_and_once_for_each_number(tmp_path):
     study.carry_out()  # nothing is run again
     assert study.rows.read_text() == kept
     assert set(FOUND_BY) <= rows[0].keys()
+
+
+def test_differences_are_by_seed_at_the_settings_of_each_number(tmp_path):
+    """raft has one setting by pass rate and another by E r - beta KL; dr_grpo has no table yet."""
+    shown = {"pass": 0.5, "regularised": 0.5, "coverage": {"200": {}}}
+    rows = [
+        {"stage": stage, **vars(Setting(name, 0, rate, "linear")), "seed": seed, **shown, **own}
+        for stage, name, rate, seed, own in (
+            ("rates", "tb shift", 1e-4, 100, {}),
+            ("table", "tb shift", 1e-4, 0, {"pass": 0.90, "regularised": 0.80}),
+            ("table", "tb shift", 1e-4, 1, {"pass": 0.94, "regularised": 0.82}),
+            ("rates", "raft", 1e-4, 100, {"regularised": 0.7}),
+            ("rates", "raft", 1e-3, 100, {"pass": 0.7}),
+            ("table", "raft", 1e-3, 1, {"pass": 0.95}),
+            ("table", "raft", 1e-3, 0, {"pass": 0.93}),
+            ("table", "raft", 1e-4, 0, {"regularised": 0.78}),
+            ("table", "raft", 1e-4, 1, {"regularised": 0.80}),
+            ("rates", "dr_grpo", 1e-4, 100, {}),
+        )
+    ]
+    study = replace(COVERAGE, folder=tmp_path, conditions={0: {}})
+    study.keep(rows)
+    # by pass rate raft is .03 and .01 ahead
+    assert study.differences().splitlines()[2:] == ["| raft | -0.020 ± 0.010 / 0.020 ± 0.000 |"]
 
 
 def test_the_study_continues_from_the_rows_that_are_kept(tmp_path):
