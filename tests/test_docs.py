@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from conftest import module_at
 
+from studies.coverage.study import COVERAGE, LONGER
 from tba import run
 from tba.config.plugins import resolved, with_defaults
 from tba.config.schema import Config
@@ -155,6 +157,19 @@ def test_the_results_are_those_of_the_study(monkeypatch):
         assert (fmean(by_seed) < 0) == ("ahead" in side)
         text = f"{mean:.1f} ± {error:.1f} {side}".replace("0.", ".")
         assert text in " ".join(page.split())
+
+
+def test_tb_trades_reward_for_diversity_best_where_the_readme_says_so():
+    """By E r - beta KL."""
+    found, longer = (
+        {cell: fmean(row["regularised"] for row in rows) for cell, rows in whole.items()}
+        for whole in (replace(s, compared_by="regularised").in_table() for s in (COVERAGE, LONGER))
+    )
+    best = {lag: max((value, name) for (name, own), value in found.items() if own == lag)
+            for lag in COVERAGE.conditions}  # fmt: skip
+    assert [best[lag][1] for lag in (0, 16, 64, 256)] == ["tb shift", "tb shift", "topr", "topr"]
+    assert found["tb shift", 64] == pytest.approx(found["topr", 64], abs=0.002)
+    assert max(longer, key=longer.__getitem__)[0] == "tb residual" and len(longer) > 2
 
 
 def test_the_site_is_built(tmp_path):

@@ -11,8 +11,7 @@ answers at every evaluation. Each objective is searched at each lag as experimen
 linear decay alone: rates with its first beta, betas at the best rate, and rates again with a better
 beta. It is searched by the pass rate, and by E r - beta KL at a beta of .1; each has rows of other
 seeds, the table. At lag 256, all 200 batches come from the first weights. The study with 1,000
-steps asks where long runs end: it compares by E r - beta KL, and all betas are those of that
-number.
+steps asks where long runs end: it compares by E r - beta KL only.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ LONGER = replace(
     },
     conditions={lag: COVERAGE.conditions[lag] for lag in (0, 16, 64)},
     seconds=180,
-    betas=(),
+    betas=(0.03, 0.3),
     wider=1,
     given={"run.steps": 1000, "eval.every": 200, "checkpoint.every": 200, "checkpoint.keep": 5},
 )
