@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-# Read when torch is imported, here and in child processes. Without it, matrix products in another
-# thread than the main one use all cores, whatever torch.set_num_threads says.
+# Read when torch is imported, here and in child processes. Without it, matrix products in threads
+# other than the main one use all cores, whatever torch.set_num_threads says.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import jaxtyping
@@ -32,14 +32,6 @@ torch.set_num_threads(1)  # on tiny models threads only wait for each other
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-PRIORITY = os.getpriority(os.PRIO_PROCESS, 0)
-
-
-def pytest_runtest_teardown() -> None:
-    """No test lowers the priority of this process: it would hold up all tests after it."""
-    assert os.getpriority(os.PRIO_PROCESS, 0) == PRIORITY
-
-
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = [PAD, EOS, *"0123456789+="]
 LETTERS = [*VOCABULARY, *string.ascii_letters, *" .,:;?!'\"-()\n#$<>*/%"]
@@ -57,6 +49,14 @@ def module_at(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def same_priority() -> Iterator[None]:
+    """Fail if a test lowered the priority of this process: it would hold up all tests after it."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
     python -m studies.coverage.study            # `make study-coverage`; runs what rows/ lacks
     python -m studies.coverage.study raft tb    # only objectives whose names begin so
-    python -m studies.coverage.study --longer   # four objectives with 1,000 steps
+    python -m studies.coverage.study --longer   # five objectives with 1,000 steps
     python -m studies.coverage.study --count    # only the number of runs, and the time
     python -m studies.coverage.study --tables   # only the tables and the figure, from the rows
 
@@ -65,7 +65,7 @@ OBJECTIVES: dict[str, dict[str, str | float]] = {
 
 @dataclass(frozen=True)
 class Coverage(Experiment):
-    """Objectives at lags, each searched by each of `numbers`, of those in `FOUND_BY`."""
+    """Objectives at lags, each searched once by each of `numbers` (keys of `FOUND_BY`)."""
 
     folder: Path = HERE / "rows"
     numbers: Sequence[str] = tuple(FOUND_BY)
@@ -103,26 +103,33 @@ class Coverage(Experiment):
     def differences(self) -> str:
         """Return by how much each objective is behind `base_objective` at each lag, by seed.
 
-        For each of `numbers`, both have the settings that were found by it.
+        For each of `numbers`, both have the settings that were found by it. Lags without a
+        difference are left out.
         """
-        lags = " | ".join(f"lag {lag}" for lag in self.conditions)
-        lines = [f"| objective | {lags} |", "| --- |" + " --- |" * len(self.conditions)]
         found = {n: replace(self, compared_by=n).in_table() for n in self.numbers}
-        base = self.base_objective
+        cells = {}
+        for name, lag in self.cells():
+            pairs = [(n, own.get((name, lag)), own.get((self.base_objective, lag)))
+                     for n, own in found.items()]  # fmt: skip
+            if name != self.base_objective and all(own and base for _, own, base in pairs):
+                cells[name, lag] = " / ".join(behind(*each) for each in pairs)
+        lags = [lag for lag in self.conditions if any(lag == own for _, own in cells)]
+        heads = " | ".join(f"lag {lag}" for lag in lags)
+        lines = [f"| objective | {heads} |", "| --- |" + " --- |" * len(lags)]
         for name in self.objectives:
-            cells = []
-            for lag in self.conditions:
-                has_both = all({(name, lag), (base, lag)} <= rows.keys() for rows in found.values())
-                pairs = [(n, found[n][name, lag], found[n][base, lag]) for n in found if has_both]
-                cells.append(" / ".join(behind(*each) for each in pairs) or "not run")
-            if name != base and {*cells} != {"not run"}:
-                lines.append(f"| {name} | {' | '.join(cells)} |")
+            texts = [cells.get((name, lag), "no table yet") for lag in lags]
+            if any(name == own for own, _ in cells):
+                lines.append(f"| {name} | {' | '.join(texts)} |")
         return "\n".join(lines)
 
     def in_table(self) -> dict[tuple[str, Condition], list[Row]]:
-        """Return the rows of the table of each cell that has them."""
+        """Return the rows of each cell whose best setting has rows of the table; none failed."""
         final = ((name, lag, rows) for name, lag, rows in self.final() if rows)
-        return {(n, lag): rows for n, lag, rows in final if rows[0]["stage"] == "table"}
+        return {
+            (name, lag): rows
+            for name, lag, rows in final
+            if rows[0]["stage"] == "table" and all(row["coverage"] for row in rows)
+        }
 
     def cell(self, own: Sequence[Row]) -> str:
         found = [row for row in own if row["coverage"]]
@@ -163,7 +170,7 @@ LONGER = replace(
     numbers=("regularised",),
     base_objective="tb residual",
     objectives={
-        **{name: OBJECTIVES[name] for name in ("tb residual", "tb_learned_z", "raft")},
+        **{name: OBJECTIVES[name] for name in ("tb residual", "tb_learned_z", "raft", "topr")},
         "dr_grpo": {**OBJECTIVES["dr_grpo"], "objective.beta": BETA},
     },
     conditions={lag: COVERAGE.conditions[lag] for lag in (0, 16, 64)},
@@ -175,10 +182,11 @@ LONGER = replace(
 
 
 def behind(number: str, own: Sequence[Row], base: Sequence[Row]) -> str:
-    """Return how far rows are behind others with the same seeds: mean ± standard error."""
+    """Return how far rows are behind others in a number: mean over seeds ± standard error."""
     others = {row["seed"]: row[number] for row in base}
-    by_seed = [others[row["seed"]] - row[number] for row in own]
-    return f"{fmean(by_seed):.3f} ± {stdev(by_seed) / len(by_seed) ** 0.5:.3f}"
+    by_seed = [others[row["seed"]] - row[number] for row in own if row["seed"] in others]
+    error = f" ± {stdev(by_seed) / len(by_seed) ** 0.5:.3f}" if len(by_seed) > 1 else ""
+    return f"{fmean(by_seed):.3f}{error}"
 
 
 @cache
@@ -265,7 +273,7 @@ def main() -> None:
         return
     if not options.tables:
         study.carry_out()
-    print(study.tables())
+    print(f"{study.tables()}\n\n{study.differences()}")
     if not options.longer:
         draw(study)
 

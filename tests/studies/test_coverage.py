@@ -167,7 +167,7 @@ def test_the_search_is_by_turns_and_once_for_each_number(tmp_path):
 
 
 def test_differences_are_by_seed_at_the_settings_of_each_number(tmp_path):
-    """raft has one setting by pass rate and another by E r - beta KL; dr_grpo has no table yet."""
+    """raft has one setting by pass rate and another by E r - beta KL; topr has one of the seeds."""
     shown = {"pass": 0.5, "regularised": 0.5, "coverage": {"200": {}}}
     rows = [
         {"stage": stage, **vars(Setting(name, 0, rate, "linear")), "seed": seed, **shown, **own}
@@ -182,12 +182,18 @@ def test_differences_are_by_seed_at_the_settings_of_each_number(tmp_path):
             ("table", "raft", 1e-4, 0, {"regularised": 0.78}),
             ("table", "raft", 1e-4, 1, {"regularised": 0.80}),
             ("rates", "dr_grpo", 1e-4, 100, {}),
+            ("rates", "topr", 1e-4, 100, {}),
+            ("table", "topr", 1e-4, 1, {"pass": 0.91, "regularised": 0.83}),
         )
     ]
-    study = replace(COVERAGE, folder=tmp_path, conditions={0: {}})
+    study = replace(COVERAGE, folder=tmp_path)
     study.keep(rows)
-    # by pass rate raft is .03 and .01 ahead
-    assert study.differences().splitlines()[2:] == ["| raft | -0.020 ± 0.010 / 0.020 ± 0.000 |"]
+    # by pass rate, raft is .03 and .01 ahead
+    assert study.differences().splitlines()[0] == "| objective | lag 0 |"
+    assert study.differences().splitlines()[2:] == [
+        "| topr | 0.030 / -0.010 |",
+        "| raft | -0.020 ± 0.010 / 0.020 ± 0.000 |",
+    ]
 
 
 def test_the_study_continues_from_the_rows_that_are_kept(tmp_path):
