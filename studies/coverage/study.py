@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from studies.coverage.measure import BETA, UNLIKELY, Exact, curve, grammar, right
-from studies.off_policy.experiment import Condition, Experiment, Row, Setting
+from studies.off_policy.experiment import Condition, Experiment, Row, Setting, with_error
 from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
@@ -113,14 +113,7 @@ class Coverage(Experiment):
                      for n, own in found.items()]  # fmt: skip
             if name != self.base_objective and all(own and base for _, own, base in pairs):
                 cells[name, lag] = " / ".join(behind(*each) for each in pairs)
-        lags = [lag for lag in self.conditions if any(lag == own for _, own in cells)]
-        heads = " | ".join(f"lag {lag}" for lag in lags)
-        lines = [f"| objective | {heads} |", "| --- |" + " --- |" * len(lags)]
-        for name in self.objectives:
-            texts = [cells.get((name, lag), "no table yet") for lag in lags]
-            if any(name == own for own, _ in cells):
-                lines.append(f"| {name} | {' | '.join(texts)} |")
-        return "\n".join(lines)
+        return self.grid(cells, "no table yet")
 
     def in_table(self) -> dict[tuple[str, Condition], list[Row]]:
         """Return the rows of each cell whose best setting has rows of the table; none failed."""
@@ -138,8 +131,7 @@ class Coverage(Experiment):
     def described(self, own: Sequence[Row], best: Setting) -> tuple[str, str]:
         """Return means over seeds ± standard error of the first; beta and rate."""
         means = [f"{fmean(row[n] for row in own):.{digits}f}" for n, digits in SHOWN.items()]
-        if len(own) > 1:
-            means[0] += f" ± {stdev(row['pass'] for row in own) / len(own) ** 0.5:.3f}"
+        means[0] = with_error([row["pass"] for row in own], SHOWN["pass"])
         has_beta = "objective.beta" in self.objectives[best.objective]
         beta = f"beta {self.beta_of(best):g} " if has_beta else ""
         return " / ".join(means), f"{beta}{best.rate:g}"
@@ -185,8 +177,7 @@ def behind(number: str, own: Sequence[Row], base: Sequence[Row]) -> str:
     """Return how far rows are behind others in a number: mean over seeds ± standard error."""
     others = {row["seed"]: row[number] for row in base}
     by_seed = [others[row["seed"]] - row[number] for row in own if row["seed"] in others]
-    error = f" ± {stdev(by_seed) / len(by_seed) ** 0.5:.3f}" if len(by_seed) > 1 else ""
-    return f"{fmean(by_seed):.3f}{error}"
+    return with_error(by_seed, 3)
 
 
 @cache

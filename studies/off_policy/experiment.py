@@ -303,13 +303,20 @@ class Experiment:
         cells = {(objective, c): rows for objective, c, rows in self.final() if rows}
         if not cells:
             return "Not run yet: `make study-long`."
-        objectives = [name for name in self.objectives if any(name == n for n, _ in cells)]
-        conditions = [c for c in self.conditions if any(c == own for _, own in cells)]
+        return self.grid({cell: self.cell(rows) for cell, rows in cells.items()}, self.cell([]))
+
+    def grid(self, texts: Mapping[tuple[str, Condition], str], missing: str) -> str:
+        """Return the texts of cells as a table; objectives and conditions without any are left out.
+
+        A cell without a text has that of `missing`.
+        """
+        objectives = [name for name in self.objectives if any(name == n for n, _ in texts)]
+        conditions = [c for c in self.conditions if any(c == own for _, own in texts)]
         heads = [c if isinstance(c, str) else f"{self.condition} {c}" for c in conditions]
         lines = [f"| objective | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
         for objective in objectives:
-            texts = [self.cell(cells.get((objective, c), [])) for c in conditions]
-            lines.append(f"| {objective} | {' | '.join(texts)} |")
+            row = [texts.get((objective, c), missing) for c in conditions]
+            lines.append(f"| {objective} | {' | '.join(row)} |")
         return "\n".join(lines)
 
     def cell(self, own: Sequence[Row]) -> str:
@@ -322,8 +329,6 @@ class Experiment:
 
     def described(self, own: Sequence[Row], best: Setting) -> tuple[str, str]:
         """Return mean ± standard error over seeds in %; rate, schedule, details, last score."""
-        scores = [100 * row["score"] for row in own]
-        error = f" ± {stdev(scores) / len(scores) ** 0.5:.1f}" if len(scores) > 1 else ""
         details = [f"{best.rate:g} {best.schedule}"]
         details += [] if best.beta is None else [f"beta {best.beta:g}"]
         for name in self.details:
@@ -331,7 +336,7 @@ class Experiment:
             details += [f"{name} {fmean(known):.2f}"] if known else []
         ends = [max(row["curve"].items(), key=lambda point: int(point[0]))[1] for row in own]
         details.append(f"last {100 * fmean(ends):.1f}")
-        return f"{fmean(scores):.1f}{error}", ", ".join(details)
+        return with_error([100 * row["score"] for row in own], 1), ", ".join(details)
 
     def count(self) -> str:
         """Return the number of runs of each stage, and the hours that they take."""
@@ -360,6 +365,12 @@ def beside(value: float, series: Sequence[float]) -> list[float]:
     """Return the next value below and the next one above, where there are any."""
     lower = [other for other in series if other < value]
     return [*lower[-1:], *[other for other in series if other > value][:1]]
+
+
+def with_error(values: Sequence[float], digits: int) -> str:
+    """Return the mean over seeds ± its standard error, which one value does not have."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{error}"
 
 
 def label_of(setting: Setting, seed: int) -> str:
