@@ -188,6 +188,7 @@ class ShardedTrainer:
         self._numbers = count()
         self._unsent: WeakValueDictionary[int, partial[Publication]] = WeakValueDictionary()
         self._sending = threading.Lock()  # ranks keep the last publication alive, and no older one
+        self._lost: TrainerLost | None = None
         groups: Any = {"concurrency_groups": {WRITING: 1, SENDING: 1}}
         create: Any = ray.remote(**groups)(RankActor)
         self._ranks = calls(
@@ -278,7 +279,8 @@ class ShardedTrainer:
     ) -> list[Any]:
         """Start calls to ranks, and return their results within `seconds`.
 
-        Otherwise all ranks end, and TrainerLost is raised. Errors in `passed` end no rank.
+        Otherwise all ranks end, and TrainerLost is raised: the first one, whichever thread waits.
+        Errors in `passed` end no rank.
         """
         until = time.monotonic() + seconds
         results: dict[int, Any] = {}
@@ -298,9 +300,10 @@ class ShardedTrainer:
                     rank = begun.index(each)
                     results[rank] = self._result(rank, begun, passed)
             return [results[rank] for rank in range(len(begun))]
-        except TrainerLost:
+        except TrainerLost as error:
+            self._lost = self._lost or error  # first: calls of other threads fail by `close`
             self.close()
-            raise
+            raise self._lost
         except NoAnswerError as error:  # Ray is lost, and the ranks with it
             raise TrainerLost(str(error)) from error
 

@@ -1,7 +1,10 @@
 """Runs whose trainer is divided over two ranks on this machine."""
 
 import re
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,17 +12,21 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
+import ray
 import torch
 from build import newest_files, ray_config, replayed, run_and_keep
 from safetensors.torch import load_file
 from torch import distributed
 
 from tba.config.schema import DEFAULT, load
+from tba.config.tables import RuntimeTable
+from tba.errors import TrainerLost
 from tba.learn.trainer import MicroBatchResult
 from tba.open import run
 from tba.prompt import Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.folder import CHECKPOINTS, METRICS, read
+from tba.runtime.cluster import Connection
 from tba.runtime.deadline import bind_ray
 from tba.runtime.placement import Place
 from tba.runtime.ranks import RankActor, ShardedTrainer, _gather
@@ -160,3 +167,28 @@ def test_ranks_drop_copies_whose_functions_no_longer_exist():
     newest = trainer.copy(version=6)
     assert [*rank._copies] == [2] and rank.send_rows(2).version == 6
     assert [*trainer._unsent.values()] == [newest]
+
+
+def test_all_threads_report_the_rank_that_died_first(tmp_path):
+    """All ranks end when rank 1 dies: a call of another thread, to rank 0 only, fails for this."""
+    connection = Connection(RuntimeTable(), ranks=2)
+
+    class Rank:
+        def wait(self) -> None:
+            time.sleep(600)
+
+    trainer: Any = ShardedTrainer.__new__(ShardedTrainer)
+    trainer._calls, trainer._meeting, trainer._lost = connection.calls, tmp_path / "ranks", None
+    trainer._deadline = 600.0
+    trainer._ranks = [ray.remote(Rank).remote() for _ in range(2)]
+    limit = 600.0, "trainer.deadline", ()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            one = [trainer._ranks[0].wait.remote]
+            joining = pool.submit(trainer._wait, one, "publish", *limit)
+            ray.kill(trainer._ranks[1])
+            for call in (partial(trainer._call, "wait", "write"), joining.result):
+                with pytest.raises(TrainerLost, match="process of rank 1 of the trainer has died"):
+                    call()
+    finally:
+        connection.close()
