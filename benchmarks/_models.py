@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -85,13 +85,15 @@ def random_batch(model: str) -> Batch:
 class Snapshots:
     """A clock of the training time, and copies of the weights for an evaluation after the run.
 
-    Copies are kept in memory, in bf16 where engines sample from bf16 weights, and written when
-    the run has ended. Copying stops the clock.
+    Copies are taken every so many seconds, or after the steps `at`. They are kept in memory, in
+    bf16 where engines sample from bf16 weights, and written when the run has ended. Copying stops
+    the clock.
     """
 
-    def __init__(self, folder: Path, every: float, bf16: bool):
+    def __init__(self, folder: Path, every: float, bf16: bool, at: Collection[int] = ()):
         self.folder = folder
         self.every = every
+        self.at = at
         self.bf16 = bf16
         self.rows: list[dict[str, float | str]] = []
         self._copies: list[dict[str, Tensor]] = []
@@ -106,7 +108,8 @@ class Snapshots:
     def take(self, weights: Callable[[], Mapping[str, Tensor]], step: int) -> None:
         """Copy the weights if the next snapshot is due."""
         seconds = self.seconds()
-        if not self.every or seconds < self._next:
+        due = step in self.at if self.at else self.every and seconds >= self._next
+        if not due:
             return
         before = time.perf_counter()
         copies = {}

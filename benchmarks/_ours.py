@@ -97,7 +97,7 @@ class Recorder:
     def __init__(self, job: PendingReply, opened: Run):
         self.job = job
         self.opened = opened
-        self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)
+        self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16, job.at)
         self.drawn: Counter[str] = Counter()
         self.arrived: Counter[str] = Counter()
         self.points: list[dict[str, float]] = []

@@ -102,13 +102,15 @@ class Recorder(TrainerCallback):
 
     def __init__(self, job: PendingReply):
         self.job = job
-        self.snapshots = Snapshots(Path(job.folder), job.every, job.bf16)
+        self.snapshots = self.start_clock()
         self.points: list[dict[str, float]] = []
 
+    def start_clock(self):
+        job = self.job
+        return Snapshots(Path(job.folder), job.every, job.bf16, job.at)
+
     def on_train_begin(self, args, state, control, **kwargs):
-        self.snapshots = Snapshots(
-            Path(self.job.folder), self.job.every, self.job.bf16
-        )  # loading is not timed
+        self.snapshots = self.start_clock()  # loading is not timed
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         seconds = self.snapshots.seconds()

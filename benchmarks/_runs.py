@@ -124,10 +124,10 @@ class Laboratory:
 class Sums(Laboratory):
     """Runs of the reference run, which need its model and data."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: argparse.Namespace, path: Path = RUNS):
         model = _measure.need_model(options)
         self.data = _measure.need_data(options)
-        super().__init__(options, RUNS)
+        super().__init__(options, path)
         if options.tiny:
             from _models import TINY, save_random  # with torch
 

@@ -63,6 +63,8 @@ class PendingReply:
     steps: int = 1_000_000
     every: float = 10.0
     """Seconds between snapshots; 0: none."""
+    at: tuple[int, ...] = ()
+    """Steps after which snapshots are taken, in place of `every`."""
     latency: float | None = None
     """Seconds that the async judge takes; None: a plain function without waiting."""
     threads: int = 2
@@ -86,7 +88,8 @@ class PendingReply:
     @classmethod
     def parse(cls, text: str) -> PendingReply:
         plain = json.loads(text)
-        return cls(**{**plain, "options": tuple(plain["options"])})
+        lists = {name: tuple(plain[name]) for name in ("options", "at")}
+        return cls(**{**plain, **lists})
 
 
 def write_rows(source: Path, folder: Path, latency: float | None = None) -> Path:
