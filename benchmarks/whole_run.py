@@ -8,8 +8,9 @@
 All sides have the same search, with a seed of its own: rates with linear decay, a constant rate at
 the best rate and the next lower one, and two other betas at the best of these. Where the best one
 is at the edge of those tried, the next one follows. Settings are compared by where they end, the
-mean of the last five evaluations. The synchronous side and TRL learn the same at any speed, so
-their search has one core each; the seconds of those runs are used nowhere.
+mean of the last five evaluations. What the synchronous side and TRL learn does not depend on their
+speed, so their search has one core each, and its seconds are used nowhere. TRL's settings are those
+that are best for its algorithm in our synchronous loop, whose steps are three times as fast.
 
 Then all sides run with each seed, one after the other on both cores. Finished runs are lines of
 `runs/whole_run.jsonl`.
@@ -17,6 +18,7 @@ Then all sides run with each seed, one after the other on both cores. Finished r
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from statistics import fmean
 from typing import Any
 
 import _measure
-from _runs import BASE, HERE, SIDES, Sums, read_runs
+from _runs import BASE, HERE, SIDES, Sums
 from _sums import PendingReply, Side
 from reference_run import fastest_known
 
@@ -45,6 +47,10 @@ BETAS: dict[Side, tuple[float, ...]] = {
     "trl": (0.0, 0.002, 0.02),
 }
 FIRST_BETA: dict[Side, float] = {"asynchronous": 0.02, "synchronous": 0.02, "trl": 0.0}
+AS_TRL = (
+    "objective=dr_grpo", "strategy=recent", "strategy.filter_equal=false",
+    "trainer.max_grad_norm=8",  # TRL divides the loss by the 8 tokens of a response
+)  # fmt: skip
 Run = dict[str, Any]
 
 
@@ -87,8 +93,11 @@ def main() -> None:
 
 def job_of(lab: Sums, side: Side, setting: Setting, seed: int) -> PendingReply:
     """Return a job of 100 steps."""
-    fast = fastest_known(lora=False) if side == "trl" else BASE[side]
-    job = lab.job(side, False, setting.rate, seed, options=(*fast, *setting.options(side)))
+    own = fastest_known(lora=False) if side == "trl" else BASE[side]
+    if side == "trl" and seed == SEARCH_SEED:
+        side, own = "synchronous", AS_TRL
+    job = lab.job(side, False, setting.rate, seed, options=(*own, *setting.options(side)))
+    job = replace(job, threads=len(os.sched_getaffinity(0)))
     if lab.options.tiny:
         return replace(job, at=(1, 2))
     at = IN_SEARCH if seed == SEARCH_SEED else IN_TABLE
