@@ -17,6 +17,7 @@ GIVEN = 0
 SAMPLED = 1
 RESTART = 2
 """Marks of response tokens: given; sampled by the policy; given, and first of a new context."""
+Versions = TypeVar("Versions", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,16 @@ class Trajectory(Response):
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the lag of each sampled token when the trainer has done `step` steps."""
-        lags = step - self.versions
+        lags = lag(step, self.versions)
         return lags if self.sampled is None else lags[self.sampled]
+
+
+def lag(step: int, version: Versions) -> Versions:
+    """Return the age in steps of data that weights of this version generated.
+
+    The trainer has done `step` steps. Version v are the weights after v steps.
+    """
+    return step - version
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:

@@ -185,12 +185,8 @@ class Journal:
             row["requested"] = requested
         self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
-            plain = {
-                "columns": json.dumps(row.get("columns", {})),
-                "lag": max(0, step - 1 - version),
-            }
             row.pop("authors", None)
-            self._shown.append(row | plain)
+            self._shown.append(row | {"columns": json.dumps(row.get("columns", {}))})
 
     def scores(
         self, step: int, requested: int, prompts: str, by_prompt: Sequence[float | None]

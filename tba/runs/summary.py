@@ -28,7 +28,7 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.folder import SESSIONS, SUMMARY, open_plain, write_json
 from tba.search.result import SearchStats
 from tba.tasks import Task
-from tba.types import Group
+from tba.types import Group, lag
 
 RECENT = 20
 """Number of steps over which `samples_per_second` is measured."""
@@ -104,7 +104,7 @@ class Tracker:
         """Return the metrics of a step, except the trainer's. Call it at the end of the step."""
         now, total, before = time.perf_counter(), self._total, self._before
         trajectories = [t for g in groups for t in g.trajectories]
-        lags = [step - t.version for t in trajectories]
+        lags = [lag(step, t.version) for t in trajectories]
         spent = {name: seconds - before.seconds[name] for name, seconds in stats.seconds.items()}
         if any(spent.values()):  # otherwise no task has ended, and the share is unchanged
             self._waiting = _waiting_share(spent)
