@@ -18,7 +18,6 @@ SETTINGS = [
     "trainer.batch_size=128",
     "trainer.group_size=16",
     "trainer.learning_rate=1e-4",
-    "trainer.warmup_steps=20",
     "run.steps=200",
 ]
 

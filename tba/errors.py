@@ -46,5 +46,5 @@ class ClusterLostError(NoAnswerError):
     """Ray has died or does not answer."""
 
 
-class Interrupted(KeyboardInterrupt):
+class Interruption(KeyboardInterrupt):
     """A signal has ended a search or an evaluation. The run saves, and a resumed run repeats it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.child import STOPS
 from tba.display import printable
-from tba.errors import Interrupted
+from tba.errors import Interruption
 
 TWICE = 0.5
 """Seconds in which a repeated signal is ignored: `timeout` signals a process, then its group."""
@@ -22,7 +22,7 @@ class Stop:
     """Context manager in which a signal sets `requested`.
 
     The second signal ends the process at once; its child processes then exit by themselves. Inside
-    `starting`, the first signal raises KeyboardInterrupt, and inside `interrupting`, Interrupted.
+    `starting`, the first signal raises KeyboardInterrupt, and inside `interrupting`, Interruption.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Stop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context of work that can be repeated: the first signal raises Interrupted."""
+        """Context of work that can be repeated: the first signal raises Interruption."""
         self._interrupting = True
         try:
             yield
@@ -94,4 +94,4 @@ class Stop:
         if self._starting:
             raise KeyboardInterrupt
         if self._interrupting:
-            raise Interrupted
+            raise Interruption

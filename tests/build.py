@@ -58,7 +58,7 @@ from tba.runs.folder import CHECKPOINTS, METRICS, read
 from tba.runs.generations import files_of, generations
 from tba.runs.summary import Summary
 from tba.scoring.scoring import Scoring, ScoringProcess
-from tba.scoring.verdicts import Rejected, Verdict
+from tba.scoring.verdicts import Rejection, Verdict
 from tba.search.prompts import Cursor, PromptStream, SearchState
 from tba.search.result import SearchStats
 from tba.selections import Selection
@@ -220,7 +220,7 @@ def isolation_judge(guard: Scoring, *groups: Sequence[str]) -> list[list[Verdict
 
 
 def isolation_reasons(verdicts: Sequence[Sequence[Verdict]]) -> list[list[str | float]]:
-    return [[v.reason if isinstance(v, Rejected) else v for v in group] for group in verdicts]
+    return [[v.reason if isinstance(v, Rejection) else v for v in group] for group in verdicts]
 
 
 def misbehaving() -> Callable[[list[str]], list[float]]:
@@ -571,7 +571,7 @@ def rewards_judge(
 
 
 def rewards_reasons(verdicts: Sequence[Verdict]) -> list[str | float]:
-    return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
+    return [v.reason if isinstance(v, Rejection) else v for v in verdicts]
 
 
 def setup_of(model: Path | str, *settings: str) -> RunSetup:

@@ -19,7 +19,7 @@ from tba.open import run
 from tba.prompt import Answer, Prompt
 from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, read
-from tba.scoring.verdicts import MAX_REWARD, Rejected
+from tba.scoring.verdicts import MAX_REWARD, Rejection
 from tba.setup.setup import check
 from tba.stop import Stop
 from tba.tasks._data import rows
@@ -36,7 +36,7 @@ def test_rewards_that_are_no_list_are_not_taken_for_one(returned, kind):
     verdicts = judge(lambda texts: returned, kind=kind)
     assert reasons(verdicts) == ["wrong_length"] * len(ANSWERS)
     told = f"the scoring function returned a {type(returned).__name__}"
-    assert all(told in v.detail for v in verdicts if isinstance(v, Rejected))
+    assert all(told in v.detail for v in verdicts if isinstance(v, Rejection))
 
 
 @pytest.mark.parametrize("sign", [1, -1])

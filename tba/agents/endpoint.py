@@ -35,11 +35,11 @@ from tba.engines import Engine
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Prompt
 from tba.scoring.process import AgentProcess, EventLoop
-from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict
+from tba.scoring.verdicts import Reason, Rejection, Responses, Verdict
 from tba.tasks import Program
 from tba.types import GIVEN, Completion, Sampling, Turn
 
-NO_CALL = Rejected(Reason.NO_CALL, "the program has not called the policy")
+NO_CALL = Rejection(Reason.NO_CALL, "the program has not called the policy")
 WAITING = 1024
 """Maximum number of pending requests; further requests are refused with status 503."""
 CHATS = 64
@@ -122,7 +122,7 @@ class Endpoint:
             self.counts["agents/late" if error.status == 410 else "agents/refused"] += 1
             return error.reply()
         except ClientDisconnect:  # before the whole request was received
-            return RefusedError(499, "nobody reads this").reply()
+            return RefusedError(499, "the client has disconnected").reply()
 
     async def _reply(self, request: Any) -> Any:
         """Return the reply, which is recorded once even if several connections wait for it."""
@@ -314,7 +314,7 @@ class Agents:
                 if verdict is not None:
                     break
         assert verdict is not None
-        if not session.exchanges and not isinstance(verdict, Rejected):
+        if not session.exchanges and not isinstance(verdict, Rejection):
             verdict = NO_CALL
         return session, verdict
 
@@ -345,7 +345,7 @@ class Agents:
                     tokens = len(last.asked.context) + len(turn.tokens)
                     is_full = len(turn.tokens) >= limit or tokens >= self._text.context
                     whole = session.completion(len(prompt), turn.finished or not is_full)
-                    if not isinstance(verdict, Rejected):
+                    if not isinstance(verdict, Rejection):
                         said = self._text.answer(turn.tokens, whole.finished, (), turn.version)
                         answer = replace(said, messages=list(last.messages))
                 wholes.append(whole)

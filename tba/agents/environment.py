@@ -13,9 +13,10 @@ from tba.engines import Engine
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Message, Prompt
 from tba.scoring.scoring import Environment, Scoring
-from tba.scoring.verdicts import Reason, Rejected, Responses, ToolResult, Verdict
+from tba.scoring.verdicts import Reason, Rejection, Responses, ToolResult, Verdict
 from tba.streams import Use, seed_of
-from tba.tasks import Task, Tools, without_surrogates
+from tba.tasks import Task, Tools
+from tba.tasks._calls import without_surrogates
 from tba.types import Sampling, Turn
 
 CHARACTERS = 16
@@ -36,8 +37,8 @@ class _Dialogue:
     prompt: np.ndarray
     opening: Sequence[Message]
     """The messages of the prompt, including the environment's first observation."""
-    environment: Environment | Rejected
-    """The environment; Rejected if it could not be reset, or is lost."""
+    environment: Environment | Rejection
+    """The environment; a rejection if it could not be reset, or is lost."""
     session: Session = field(default_factory=lambda: Session("append"))
     finished: bool = False
     calls: list[ToolCall] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Dialogues:
             completions.append(said)
             shown: list[Answer | Verdict] = []
             for d, own in zip(group, said, strict=True):
-                if isinstance(d.environment, Rejected):
+                if isinstance(d.environment, Rejection):
                     shown.append(d.environment)
                     continue
                 answer = self.text.answer(own.tokens, own.finished, (), own.version)
@@ -103,7 +104,7 @@ class Dialogues:
         groups: list[list[_Dialogue]] = []
         for prompt in prompts:
             own = list(islice(opened, sampling.samples))
-            begin = next((each[1] for each in own if not isinstance(each, Rejected)), "")
+            begin = next((each[1] for each in own if not isinstance(each, Rejection)), "")
             problem = ""
             tokens = self.chat.encode(prompt, begin[:limit])
             if len(tokens) > longest or len(begin) > limit:
@@ -166,7 +167,7 @@ class Dialogues:
                 limit = max(LEAST, CHARACTERS * max_tokens // len(d.calls))
                 sent.append((d.environment, call.name, call.arguments, mistake, limit))
             for d, result in zip(calling, self.scoring.call_tools(self.name, sent), strict=True):
-                if isinstance(result, Rejected):
+                if isinstance(result, Rejection):
                     d.environment = result
                     d.calls = []
                     continue
@@ -182,15 +183,15 @@ class Dialogues:
 def check_tools(task: Task, prompt: Prompt) -> None:
     """Raise ValueError if a dialogue cannot begin."""
     (opened,) = Scoring({"": task}).reset("", [prompt], limit=0)
-    if isinstance(opened, Rejected):
+    if isinstance(opened, Rejection):
         raise ValueError(f"task.environment cannot be reset: {opened.detail}")
 
 
 def _alike(
-    opened: tuple[Environment, str] | Rejected, begin: str, problem: str
-) -> Environment | Rejected:
+    opened: tuple[Environment, str] | Rejection, begin: str, problem: str
+) -> Environment | Rejection:
     """Return an environment, or a rejection if it begins differently from others of its group."""
-    if isinstance(opened, Rejected):
+    if isinstance(opened, Rejection):
         return opened
     environment, text = opened
     if text != begin:
@@ -198,4 +199,4 @@ def _alike(
             f"reset returned {text[:SHOWN]!r} and {begin[:SHOWN]!r} for the same row, but the"
             " samples of a prompt must have the same beginning; derive anything random from the row"
         )
-    return Rejected(Reason.RAISED, f"task.environment: {problem}") if problem else environment
+    return Rejection(Reason.RAISED, f"task.environment: {problem}") if problem else environment

@@ -330,7 +330,7 @@ def run_prompts(
 
 def decoder(
     model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"], limit: int
-) -> "Copied | Shared":
+) -> "CopiedCache | SharedCache":
     """Return the decoder of `counts` responses to each prompt, of up to `limit` tokens.
 
     Sharing the prompt in the cache costs attention over all responses to it. Each response gets a
@@ -341,8 +341,8 @@ def decoder(
     short = most * limit <= SHARED * real.shape[1]
     even = most * len(counts) <= 2 * int(counts.sum())
     if most > 1 and short and even and takes_masks(model):
-        return Shared(model, cache, real, counts)
-    return Copied(model, cache, real, counts)
+        return SharedCache(model, cache, real, counts)
+    return CopiedCache(model, cache, real, counts)
 
 
 def _prompt_of(counts: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
@@ -350,7 +350,7 @@ def _prompt_of(counts: Int[Tensor, " B"]) -> Int[Tensor, " N"]:
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
-class Copied:
+class CopiedCache:
     """Responses that each have a copy of their prompt's keys and values."""
 
     def __init__(self, model: Any, cache: Any, real: Int[Tensor, "B P"], counts: Int[Tensor, " B"]):
@@ -377,7 +377,7 @@ class Copied:
         return out.last_hidden_state[:, -1]
 
 
-class Shared:
+class SharedCache:
     """Responses in one row with their prompt: each sees only the prompt and its own tokens.
 
     A row has a slot for each of its unfinished responses; if it has fewer than other rows, some

@@ -130,7 +130,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Packed(Rows):
+class PackedRows(Rows):
     """A row for each prompt, with all of its responses."""
 
     owner: Int[Tensor, "N L"]
@@ -138,7 +138,7 @@ class Packed(Rows):
     position: Int[Tensor, "N L"]
 
 
-def pack(batch: TokenBatch) -> Packed:
+def pack(batch: TokenBatch) -> PackedRows:
     """Concatenate each prompt and all of its responses."""
     b, width = batch.prompt_mask.shape
     row, sample, offset = batch.present[..., 1:].nonzero(as_tuple=True)  # not the last tokens
@@ -162,7 +162,7 @@ def pack(batch: TokenBatch) -> Packed:
     )
     k, t = batch.tokens.shape[1:]
     places = torch.cat([(first * k + of) * t, (row * k + sample) * t + offset + 1])
-    return Packed(ids, predicting, places, owner, position)
+    return PackedRows(ids, predicting, places, owner, position)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tba.learn.layouts import Contexts, Layout, Packed, Plan, cut, pack, plan_of
+from tba.learn.layouts import Contexts, Layout, PackedRows, Plan, cut, pack, plan_of
 from tba.models import NOBODY
 from tba.models.forward import (
     attention_mask,
@@ -63,7 +63,7 @@ class PolicyOutput(NamedTuple):
         )
 
 
-class Hidden(NamedTuple):
+class HiddenStates(NamedTuple):
     """Hidden states of the prompts, and the states that predict sampled response tokens."""
 
     prompt: Float[Tensor, "B P D"]
@@ -167,10 +167,10 @@ class Policy(nn.Module):
         owner = self._here(torch.where(real, 0, NOBODY))
         return attention_mask(self.model, owner[:, -queries:], owner)
 
-    def _uncached(self, plan: Plan) -> Hidden:
+    def _uncached(self, plan: Plan) -> HiddenStates:
         """Run a row for each prompt with all of its responses, or for each context alone."""
         batch = plan.batch
-        rows: Packed | Contexts
+        rows: PackedRows | Contexts
         if plan.layout == "packed":
             rows = packed = pack(batch)
             owner = self._here(packed.owner)
@@ -189,9 +189,9 @@ class Policy(nn.Module):
         states = output.last_hidden_state
         row, column = self._here(rows.predicting)
         prompt = states[: len(batch), : batch.prompt_mask.shape[1]]
-        return Hidden(prompt, states[row, column], rows.places)
+        return HiddenStates(prompt, states[row, column], rows.places)
 
-    def _cached(self, plan: Plan) -> Hidden:
+    def _cached(self, plan: Plan) -> HiddenStates:
         """Run each prompt once, then responses of similar length together, with its cache."""
         batch = plan.batch
         k, t = batch.tokens.shape[1:]
@@ -224,7 +224,7 @@ class Policy(nn.Module):
             row, column = (sampled if rows else sampled[:0]).nonzero(as_tuple=True)
             states.append(output.last_hidden_state[self._here(row), self._here(column)])
             places.append(chosen[row] * t + column + 1)
-        return Hidden(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
+        return HiddenStates(prompt.last_hidden_state, torch.cat(states), torch.cat(places))
 
 
 def _by_token(values: Float[Tensor, " M"], places: Tensor, plan: Plan) -> Float[Tensor, "B K T"]:

@@ -11,7 +11,7 @@ from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import Progress, newest
 from tba.runs.folder import CHECKPOINTS, Replay, read_config, read_digests
-from tba.scoring.verdicts import Rejected, Verdict, settle_truncated
+from tba.scoring.verdicts import Rejection, Verdict, settle_truncated
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
 from tba.search.searcher import SearchSetup
@@ -116,7 +116,7 @@ def rescore(
                 answers.append(settle_truncated(own, setup.sampling.truncated))
             for verdicts in scoring([g.prompt for g in some], answers):
                 stats.reject(verdicts)
-                numbers = [math.nan if isinstance(v, Rejected) else float(v) for v in verdicts]
+                numbers = [math.nan if isinstance(v, Rejection) else float(v) for v in verdicts]
                 rewards.append(numbers)
             rejected = stats.rejected.total()
             limit = setup.config.reward.max_rejected

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 
-from tba.errors import Interrupted, NoAnswerError
+from tba.errors import Interruption, NoAnswerError
 from tba.learn import Trainer
 from tba.runtime import RejectionMonitor, SearchJob
 from tba.search.evaluate import evaluate_held_out
@@ -59,7 +59,7 @@ class LocalSearchers:
             most = self._settings.prompts_per_task
             prompts = self._stream.take(min(most, at_least - len(groups)))
             result: SearchResult | None = None
-            with suppress(Interrupted), self._job.stop.interrupting(), self._work() as searcher:
+            with suppress(Interruption), self._job.stop.interrupting(), self._work() as searcher:
                 result = searcher.search(prompts, self._job.search_seed(self._tasks))
             if result is None:  # a resumed run searches these prompts first
                 break
@@ -117,7 +117,7 @@ class LocalSearchers:
             searcher.reference.load_weights(sent.payload)  # the engine may lend its model
 
     def evaluate(self, step: int) -> int:
-        with suppress(Interrupted), self._job.stop.interrupting(), self._work() as searcher:
+        with suppress(Interruption), self._job.stop.interrupting(), self._work() as searcher:
             evaluation = evaluate_held_out(searcher, tell=self._job.tell)
             self._evaluations.append(replace(evaluation, requested=step))
         return self._searcher.engine.version

@@ -303,7 +303,7 @@ class ShardedTrainer:
         except TrainerLost as error:
             self._lost = self._lost or error  # first: calls of other threads fail by `close`
             self.close()
-            raise self._lost
+            raise self._lost from self._lost.__cause__
         except NoAnswerError as error:  # Ray is lost, and the ranks with it
             raise TrainerLost(str(error)) from error
 

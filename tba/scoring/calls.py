@@ -14,10 +14,11 @@ from traceback import format_exception_only
 from typing import Any
 
 from tba.prompt import Answer, Prompt
-from tba.scoring.verdicts import Reason, Rejected, ToolResult, parse_score, rejection, to_json
-from tba.tasks import ScorerName, Task, WrongLength, listed, scorer_of, within, without_surrogates
+from tba.scoring.verdicts import Reason, Rejection, ToolResult, parse_score, rejection, to_json
+from tba.tasks import ScorerName, Task, scorer_of
+from tba.tasks._calls import WrongLength, listed, within, without_surrogates
 
-LOST = to_json(Rejected(Reason.DIED, "the process that held the environment has ended"))
+LOST = to_json(Rejection(Reason.DIED, "the process that held the environment has ended"))
 
 
 def answers_of(builds: str) -> Callable[[Sequence[Any]], Any]:
@@ -81,7 +82,7 @@ class TaskCalls:
         for (number, _), outcome in zip(prompts, outcomes, strict=True):
             if outcome is None:
                 told = f"reset did not return within reward.deadline = {deadline:g} s"
-                texts.append(to_json(Rejected(Reason.TIMEOUT, told)))
+                texts.append(to_json(Rejection(Reason.TIMEOUT, told)))
             elif isinstance(outcome, BaseException):
                 texts.append(to_json(rejection(outcome)))
             else:

@@ -28,9 +28,9 @@ from tba.child import Child
 from tba.config.mistakes import masked
 from tba.config.secrets import is_secret
 from tba.errors import EngineError, RewardError
-from tba.scoring.verdicts import MAX_MESSAGE, Reason, Rejected, Verdict, parse_score
+from tba.scoring.verdicts import MAX_MESSAGE, Reason, Rejection, Verdict, parse_score
 from tba.scoring.worker import STARTED
-from tba.tasks import Itemized, Program
+from tba.tasks import ItemizedReward, Program
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Process(ABC):
         self._start_deadline = start_deadline
         self._grace = grace
         self._hint = hint
-        self._starting = asyncio.Lock()
+        self._starting = asyncio.Lock()  # concurrent calls start one child
         self._turn = asyncio.Lock()  # first come, first served
         self._writer: asyncio.StreamWriter
         self._reading: asyncio.Task[None] | None = None
@@ -100,9 +100,9 @@ class Process(ABC):
             self._worked = True
 
     async def call(
-        self, request: str, limit: Callable[[], float | Rejected], late: Callable[[float], str],
+        self, request: str, limit: Callable[[], float | Rejection], late: Callable[[float], str],
         parse: Callable[[Any], T], alone: bool, last: bool,
-    ) -> "T | Rejected | None":  # fmt: skip
+    ) -> "T | Rejection | None":  # fmt: skip
         """Send a request, which is JSON, and return the parsed reply, or a rejection.
 
         Calls begin one at a time; one that is `alone` begins when no other is in flight. `limit`
@@ -115,7 +115,7 @@ class Process(ABC):
                 await asyncio.sleep(0.01)
             await self.ready()
             seconds = limit()
-            if isinstance(seconds, Rejected):
+            if isinstance(seconds, Rejection):
                 return seconds
             number = next(self._numbers)
             self._replies[number] = asyncio.Queue()
@@ -133,13 +133,13 @@ class Process(ABC):
                 await self.end()
                 value = ("after an unreadable reply", False)
         if kind == "raised":
-            return Rejected(Reason.RAISED, masked(str(value))[-MAX_MESSAGE:])
+            return Rejection(Reason.RAISED, masked(str(value))[-MAX_MESSAGE:])
         how, beside = value or ("", False)  # the child may have cancelled a call that is late
         if beside and not last:
             return None
         if how:
-            return Rejected(Reason.DIED, f"{self._name} ended {how}")
-        return Rejected(Reason.TIMEOUT, late(seconds))
+            return Rejection(Reason.DIED, f"{self._name} ended {how}")
+        return Rejection(Reason.TIMEOUT, late(seconds))
 
     async def _reply(self, number: int, seconds: float) -> tuple[str, Any]:
         """Return the next reply to a call. If it does not arrive in time, kill the child."""
@@ -280,9 +280,9 @@ class AgentProcess(Process):
         """
         deadline = self._program.deadline
 
-        def limit() -> float | Rejected:
+        def limit() -> float | Rejection:
             left = until - time.monotonic()
-            not_tried = Rejected(Reason.TIMEOUT, "not tried: its search had run out of time")
+            not_tried = Rejection(Reason.TIMEOUT, "not tried: its search had run out of time")
             return min(deadline, left) if left > 0 else not_tried
 
         def late(seconds: float) -> str:
@@ -300,12 +300,12 @@ def _returned(value: Any) -> Verdict:
     """Return the verdict on what a program returned."""
     match value:
         case None:
-            return Rejected(Reason.NONE, "rollout returned None")
+            return Rejection(Reason.NONE, "rollout returned None")
         case dict() if "reward" not in value:
-            return Rejected(Reason.NONE, "rollout returned a dict without `reward`")
+            return Rejection(Reason.NONE, "rollout returned a dict without `reward`")
         case dict():
             items = {f"rewards/{name}": x for name, x in value.items() if name != "reward"}
-            return parse_score(Itemized(value["reward"], items, {}))
+            return parse_score(ItemizedReward(value["reward"], items, {}))
     return parse_score(float(value))
 
 

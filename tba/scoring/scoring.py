@@ -25,8 +25,9 @@ from tba.child import Child
 from tba.prompt import Answer, Prompt
 from tba.scoring.calls import TaskCalls
 from tba.scoring.process import EventLoop, Process
-from tba.scoring.verdicts import Reason, Rejected, ToolResult, Verdict, from_json, rejection
-from tba.tasks import MAX_CONCURRENT_CALLS, REWARD, ScorerName, Task
+from tba.scoring.verdicts import Reason, Rejection, ToolResult, Verdict, from_json, rejection
+from tba.tasks import REWARD, ScorerName, Task
+from tba.tasks._calls import MAX_CONCURRENT_CALLS
 
 TIMEOUTS = 2
 """Consecutive timeouts after which the remaining groups are not tried."""
@@ -34,7 +35,7 @@ TIMEOUTS = 2
 GRACE = 1.0
 """Seconds past its deadline after which an async call is assumed to block the event loop."""
 
-NOT_TRIED = Rejected(Reason.TIMEOUT, f"not tried: the previous {TIMEOUTS} calls timed out")
+NOT_TRIED = Rejection(Reason.TIMEOUT, f"not tried: the previous {TIMEOUTS} calls timed out")
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,14 @@ class Scoring:
         answers = [replace(answer, steps=self._steps) for answer in answers]
         verdicts = self._call(name, search, prompt, answers)
         first = verdicts[0]
-        can_be_one = isinstance(first, Rejected) and first.reason in (Reason.RAISED, Reason.MEMORY)
+        can_be_one = isinstance(first, Rejection) and first.reason in (Reason.RAISED, Reason.MEMORY)
         if not can_be_one or len(answers) == 1:
             return verdicts
         verdicts = []
         for answer in answers:
             (verdict,) = self._call(name, search, prompt, [answer])
             # a function that compares answers cannot score a single one: report the error
-            no_score = isinstance(verdict, Rejected) and verdict.reason == Reason.NONE
+            no_score = isinstance(verdict, Rejection) and verdict.reason == Reason.NONE
             verdicts.append(first if no_score else verdict)
         return verdicts
 
@@ -165,7 +166,7 @@ class Scoring:
 
     def reset(
         self, name: str, prompts: Sequence[Prompt], limit: int
-    ) -> list[tuple[Environment, str] | Rejected]:
+    ) -> list[tuple[Environment, str] | Rejection]:
         """Reset an environment of the task `name` for each prompt.
 
         Returns each with the first `limit` characters of the text that `reset` returned.
@@ -180,11 +181,11 @@ class Scoring:
         rows = [(handle.number, vars(p)) for handle, p in zip(handles, prompts, strict=True)]
         texts = self._use("reset", name, rows, limit, ended)
         opened = zip(handles, texts, strict=True)
-        return [text if isinstance(text, Rejected) else (own, text) for own, text in opened]
+        return [text if isinstance(text, Rejection) else (own, text) for own, text in opened]
 
     def call_tools(
         self, name: str, calls: Sequence[tuple[Environment, str, Mapping[str, Any], str, int]]
-    ) -> list[ToolResult | Rejected]:
+    ) -> list[ToolResult | Rejection]:
         """Call one tool in each of several environments; `TaskCalls` has the form of a call.
 
         If the process ends, the environments are lost, and so the calls are not repeated.
@@ -227,21 +228,21 @@ class Scoring:
         if results is None:
             results = self._loop.begin(attempt(alone=True, last=True)).result()
         assert results is not None
-        return [results] * count if isinstance(results, Rejected) else results
+        return [results] * count if isinstance(results, Rejection) else results
 
     async def _attempt(
         self, request: str, seconds: float, late: str, search: Search, alone: bool, last: bool
-    ) -> list[Any] | Rejected | None:
+    ) -> list[Any] | Rejection | None:
         """Return the results of a call, or its rejection; see `Process.call` for None."""
         assert self._process is not None
 
-        def limit() -> float | Rejected:  # an earlier call may have been late
+        def limit() -> float | Rejection:  # an earlier call may have been late
             return NOT_TRIED if search.timeouts >= TIMEOUTS else seconds
 
         reply = await self._process.call(request, limit, lambda _: late, from_json, alone, last)
         # the next call of the search reads the counter: no await before it is up to date
         if reply is not None:
-            is_late = isinstance(reply, Rejected) and reply.reason == Reason.TIMEOUT
+            is_late = isinstance(reply, Rejection) and reply.reason == Reason.TIMEOUT
             search.timeouts = search.timeouts + 1 if is_late else 0
         return reply
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tba.config.mistakes import masked
 from tba.prompt import Answer
 from tba.scoring.worker import raised
-from tba.tasks import Itemized, WrongLength, number
+from tba.tasks import ItemizedReward
+from tba.tasks._calls import WrongLength, number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,15 +52,15 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rejected:
+class Rejection:
     """The reason why a sample has no reward, and the error message."""
 
     reason: Reason
     detail: str
 
 
-Verdict = float | Rejected
-"""A finite reward, perhaps with its items (`Itemized`), or a rejection."""
+Verdict = float | Rejection
+"""A finite reward, perhaps with its items (`ItemizedReward`), or a rejection."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,14 @@ def parse_score(score: Any) -> Verdict:
     Every score is parsed once, in the process where the function ran.
     """
     if score is None:
-        return Rejected(Reason.NONE, "no reward function gave this sample a reward")
+        return Rejection(Reason.NONE, "no reward function gave this sample a reward")
     if (value := number(score)) is None:
-        return Rejected(Reason.NOT_A_NUMBER, f"a reward is {reprlib.repr(score)}")
+        return Rejection(Reason.NOT_A_NUMBER, f"a reward is {reprlib.repr(score)}")
     if not abs(value) <= MAX_REWARD:  # also rejects NaN
-        return Rejected(
+        return Rejection(
             Reason.NOT_FINITE, f"a reward is {value}; it must be between ±{MAX_REWARD:g}"
         )
-    return score if isinstance(score, Itemized) else value
+    return score if isinstance(score, ItemizedReward) else value
 
 
 def added(verdict: Verdict, reward: Verdict) -> Verdict:
@@ -121,17 +122,17 @@ def added(verdict: Verdict, reward: Verdict) -> Verdict:
 
     If no reward function gives the sample a reward, return the second one alone.
     """
-    if isinstance(reward, Rejected):
+    if isinstance(reward, Rejection):
         return reward
-    if isinstance(verdict, Rejected):
+    if isinstance(verdict, Rejection):
         return reward if verdict.reason == Reason.NONE else verdict
     items: dict[str, float] = {"rewards/rollout": float(reward)}
     notes: dict[str, str] = {}
     for each in (reward, verdict):
-        if isinstance(each, Itemized):
+        if isinstance(each, ItemizedReward):
             items |= each.items
             notes |= each.notes
-    return Itemized(float(verdict) + float(reward), items, notes)
+    return ItemizedReward(float(verdict) + float(reward), items, notes)
 
 
 def settle_truncated(
@@ -140,27 +141,27 @@ def settle_truncated(
     """Return a group with the verdicts that `sampling.truncated` gives to unfinished answers."""
     if rule == "keep":
         return list(answers)
-    verdict = Rejected(Reason.TRUNCATED, "") if rule == "reject" else float(rule)
+    verdict = Rejection(Reason.TRUNCATED, "") if rule == "reject" else float(rule)
     return [verdict if isinstance(a, Answer) and not a.finished else a for a in answers]
 
 
-def rejection(error: BaseException) -> Rejected:
+def rejection(error: BaseException) -> Rejection:
     """Return the rejection of a call that raised this error, with the user's traceback."""
     if isinstance(error, WrongLength):
-        return Rejected(Reason.WRONG_LENGTH, str(error))
+        return Rejection(Reason.WRONG_LENGTH, str(error))
     text = masked(raised(error))[-MAX_MESSAGE:]
     # the message of both torch's RuntimeError and the system's OSError
     no_memory = isinstance(error, MemoryError) or "allocate memory" in text
     if no_memory:
-        return Rejected(Reason.MEMORY, f"{text}if a call needs that much, raise reward.max_memory")
-    return Rejected(Reason.RAISED, text)
+        return Rejection(Reason.MEMORY, f"{text}if a call needs that much, raise reward.max_memory")
+    return Rejection(Reason.RAISED, text)
 
 
 def to_json(result: Verdict | ToolResult) -> Any:
     """Return a result as JSON: a number, a reason and a message, or an object with the fields."""
-    if isinstance(result, Rejected):
+    if isinstance(result, Rejection):
         return [result.reason, result.detail]
-    if isinstance(result, Itemized):
+    if isinstance(result, ItemizedReward):
         return {"reward": float(result), **vars(result)}
     return vars(result) if isinstance(result, ToolResult) else result
 
@@ -171,10 +172,10 @@ def from_json(plain: Sequence[Any]) -> list[Any]:
     for each in plain:
         match each:
             case [reason, detail]:
-                results.append(Rejected(Reason(reason), str(detail)))
+                results.append(Rejection(Reason(reason), str(detail)))
             case {"reward": reward, "items": items, "notes": notes}:
                 numbers = {name: float(value) for name, value in items.items()}
-                results.append(Itemized(float(reward), numbers, dict(notes)))
+                results.append(ItemizedReward(float(reward), numbers, dict(notes)))
             case {"content": str(content), "failed": failed, "cut": cut}:
                 results.append(ToolResult(content, bool(failed), bool(cut)))
             case _:

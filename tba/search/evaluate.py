@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float
 from tba.agents.chat import authors, response_text
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt, passes
-from tba.scoring.verdicts import Rejected, Responses, Verdict
+from tba.scoring.verdicts import Rejection, Responses, Verdict
 from tba.search.reference import Reference
 from tba.search.result import EvaluatedAnswer, Evaluation, Mode
 from tba.search.searcher import MOST_OF_TASK, Searcher, SearchSetup
 from tba.streams import Use, seed_of
-from tba.tasks import Itemized
+from tba.tasks import ItemizedReward
 from tba.types import Sampling
 
 SEED = 1234
@@ -298,7 +298,7 @@ def _answer(
 
 def _as_table(verdicts: Sequence[Sequence[Verdict]]) -> Float[np.ndarray, "P S"]:
     """Return rewards as numbers; NaN for rejected answers."""
-    rows = [[nan if isinstance(v, Rejected) else float(v) for v in row] for row in verdicts]
+    rows = [[nan if isinstance(v, Rejection) else float(v) for v in row] for row in verdicts]
     return np.array(rows)
 
 
@@ -317,7 +317,7 @@ def _as_text(
                     scores[name] = None if isnan(value) else value
             verdict = answers.verdicts[i][j]
             notes: dict[str, Any] = {}
-            if isinstance(verdict, Itemized):
+            if isinstance(verdict, ItemizedReward):
                 notes = {**verdict.items, **verdict.notes}
             row = EvaluatedAnswer(
                 prompt=asked,

@@ -13,7 +13,7 @@ from typing import Any, NotRequired, TypedDict
 from tba.errors import RewardError
 from tba.prompt import Prompt
 from tba.search.result import SearchStats
-from tba.selections import Interleaved, Selection
+from tba.selections import InterleavedSelection, Selection
 from tba.types import Group
 from tba.weights import Weights
 
@@ -45,7 +45,7 @@ class PromptStream:
     def __init__(self, prompts: Sequence[Prompt], selection: Selection, quarantine: int = 2):
         self._prompts = {p.id: p for p in prompts}
         self._selection = selection
-        if isinstance(selection, Interleaved):  # all have the same class
+        if isinstance(selection, InterleavedSelection):  # all have the same class
             selection = next(iter(selection.selections.values()))
         self._name = f"{type(selection).__module__}.{type(selection).__qualname__}"
         self._again: list[str] = []

@@ -33,7 +33,7 @@ class Reference:
         self.version = 0
         self._is_adapted = lora.is_adapted(policy.model)
         self._token_budget = token_budget
-        lock = Lock()
+        lock = Lock()  # weights are not replaced during a forward pass
         self._exclusive = exclusive or (lambda: lock)
 
     def load_weights(self, weights: Weights) -> None:

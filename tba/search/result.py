@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from tba.scoring.verdicts import Reason, Rejected, Verdict
-from tba.tasks import Itemized
+from tba.scoring.verdicts import Reason, Rejection, Verdict
+from tba.tasks import ItemizedReward
 from tba.types import Group
 
 Mode = Literal["greedy", "sampled"]
@@ -89,14 +89,14 @@ class SearchStats:
     def reject(self, verdicts: Iterable[Verdict]) -> None:
         """Count the rejected samples among these verdicts."""
         for verdict in verdicts:
-            if isinstance(verdict, Rejected):
+            if isinstance(verdict, Rejection):
                 self.rejected[verdict.reason.value] += 1
                 self.last_rejection = verdict.detail or self.last_rejection
 
     def itemize(self, verdicts: Iterable[Verdict]) -> None:
         """Add the items of the samples' rewards to `moments`."""
         for verdict in verdicts:
-            items = verdict.items if isinstance(verdict, Itemized) else {}
+            items = verdict.items if isinstance(verdict, ItemizedReward) else {}
             for name, value in items.items():
                 exact = Fraction(value)
                 self._add_moments(name, (Fraction(1), exact, exact * exact))

@@ -22,12 +22,12 @@ from tba.models.tokenizer import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
-from tba.scoring.verdicts import Reason, Rejected, Responses, Verdict, settle_truncated
+from tba.scoring.verdicts import Reason, Rejection, Responses, Verdict, settle_truncated
 from tba.search.reference import EngineReference, Reference
 from tba.search.result import SearchResult, SearchStats, timed
 from tba.search.values import Rollouts
 from tba.streams import Use, generator, seed_of
-from tba.tasks import Itemized
+from tba.tasks import ItemizedReward
 from tba.tasks._memory import Functions, build_task
 from tba.types import Group, Sampling
 from tba.weights import Weights
@@ -227,7 +227,7 @@ class Searcher:
         died = set()
         for prompt, judged in zip(prompts, verdicts, strict=True):
             stats.itemize(judged)
-            if any(isinstance(v, Rejected) and v.reason == Reason.DIED for v in judged):
+            if any(isinstance(v, Rejection) and v.reason == Reason.DIED for v in judged):
                 died.add(prompt.id)
         return SearchResult(groups, stats, died)
 
@@ -278,7 +278,7 @@ class Searcher:
         rewarded = {}
         for i, (group, judged) in enumerate(zip(responses.completions, verdicts, strict=True)):
             pairs = zip(group, judged, strict=True)
-            samples = [(c, v) for c, v in pairs if not isinstance(v, Rejected)]
+            samples = [(c, v) for c, v in pairs if not isinstance(v, Rejection)]
             if samples:
                 rewarded[i] = samples
         tokens = [responses.prompts[i] for i in rewarded]
@@ -290,7 +290,7 @@ class Searcher:
             own = []
             for (completion, verdict), ref_logp in referred:
                 trajectory = completion.rewarded(float(verdict), ref_logp)
-                items = verdict.items if isinstance(verdict, Itemized) else {}
+                items = verdict.items if isinstance(verdict, ItemizedReward) else {}
                 own.append(replace(trajectory, items=items))
             groups.append(Group(prompts[i], responses.prompts[i], tuple(own), version))
         return groups

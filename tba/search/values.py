@@ -10,7 +10,7 @@ from tba.engines import Engine
 from tba.models.tokenizer import Tokenizer
 from tba.objectives import ValueRollouts
 from tba.prompt import Answer, Prompt
-from tba.scoring.verdicts import Rejected, Verdict, settle_truncated
+from tba.scoring.verdicts import Rejection, Verdict, settle_truncated
 from tba.streams import Use, seed_of
 from tba.types import Group, Sampling
 
@@ -49,7 +49,7 @@ class Rollouts:
                 states.update(dict.fromkeys((i, head.tobytes()) for head in heads))
             endings = self._roll_out(groups, start, list(states), seed)
             for state, judged in zip(states, endings, strict=True):
-                rewards = [v for v in judged if not isinstance(v, Rejected)]
+                rewards = [v for v in judged if not isinstance(v, Rejection)]
                 values[state] = fmean(rewards) if rewards else float("nan")
                 verdicts += judged
         valued = []

@@ -47,7 +47,7 @@ class CountedSelection:
 
 
 @dataclass
-class Interleaved:
+class InterleavedSelection:
     """Prompts of several selections, interleaved in proportion to weights.
 
     Smooth weighted round-robin: at each turn, every source gains credit equal to its weight; the

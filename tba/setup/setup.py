@@ -37,7 +37,7 @@ from tba.runs.folder import CONFIG
 from tba.runs.journal import check_log
 from tba.search.prompts import PromptStream, digest_of
 from tba.search.searcher import SearchSetup
-from tba.selections import Interleaved
+from tba.selections import InterleavedSelection
 from tba.setup.data import Data, read_data
 from tba.setup.machine import Machine, this_machine
 from tba.setup.memory import MemoryEstimate
@@ -120,7 +120,9 @@ class RunSetup(Data):
             selections[name] = self.selection.build(prompts, seed, pass_reward)
         chosen = selections.get("")
         if chosen is None:
-            chosen = Interleaved(selections, self.config.task.weights, lambda p: task.source(p)[0])
+            chosen = InterleavedSelection(
+                selections, self.config.task.weights, lambda p: task.source(p)[0]
+            )
         return PromptStream(self.prompts, chosen, self.config.reward.quarantine)
 
     def trainer_setup(self, is_new: bool = False) -> TrainerSetup:

@@ -24,7 +24,8 @@ from tba.config.plugins import JUDGES, check_options, resolve
 from tba.config.secrets import read_secrets
 from tba.config.tables import FILLED_IN, Count, PluginTable, Positive
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, Scores, Task, Tools, WrongLength, call, listed, number
+from tba.tasks import ItemizedReward, Scores, Task, Tools
+from tba.tasks._calls import WrongLength, call, listed, number
 from tba.tasks._data import Rows, is_local, require, rows, split_of
 from tba.tasks._memory import Functions
 from tba.tasks._rendering import Rendering, columns_of
@@ -145,7 +146,7 @@ class Custom(Rendering, Task):
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         """Return the weighted sum of the functions that returned a number; None if none did."""
-        log = RewardLog(len(answers))
+        logged = RewardLog(len(answers))
         scores: list[Any] = [None] * len(self.functions)
         is_async = []
         for function in self.functions:
@@ -153,28 +154,28 @@ class Custom(Rendering, Task):
             is_async.append(any(map(inspect.iscoroutinefunction, (function, called))))
         # sync functions first: if one raises, no coroutine is left without an await
         for i in sorted(range(len(scores)), key=is_async.__getitem__):
-            scores[i] = call(self.functions[i], arguments_of(prompt, answers, log))
+            scores[i] = call(self.functions[i], arguments_of(prompt, answers, logged))
         if not any(map(inspect.isawaitable, scores)):
-            return self._weighted(scores, log)
+            return self._weighted(scores, logged)
 
         async def awaited() -> Scores:
             results = iter(await asyncio.gather(*filter(inspect.isawaitable, scores)))
             every = [next(results) if inspect.isawaitable(each) else each for each in scores]
-            return self._weighted(every, log)
+            return self._weighted(every, logged)
 
         return awaited()
 
-    def _weighted(self, scores: Sequence[Any], log: RewardLog) -> list[float | None]:
+    def _weighted(self, scores: Sequence[Any], logged: RewardLog) -> list[float | None]:
         names = metric_names(self.functions)
         columns = [listed(of_function) for of_function in scores]
         for name, column in zip(names, columns, strict=True):
-            if len(column) != log.count:
-                returned = f"{len(column)} rewards for {log.count} completions"
+            if len(column) != logged.count:
+                returned = f"{len(column)} rewards for {logged.count} completions"
                 raise WrongLength(f"{name} returned {returned}")
         weights = self.reward_weights or [1.0] * len(names)
-        logged = {name: fmean(values) for name, values in log.metrics.items()}
+        means = {name: fmean(values) for name, values in logged.metrics.items()}
         sums: list[float | None] = []
-        for place in range(log.count):
+        for place in range(logged.count):
             of_answer = [column[place] for column in columns]
             wrong = [s for s in of_answer if s is not None and number(s) is None]
             if wrong:
@@ -184,8 +185,8 @@ class Custom(Rendering, Task):
             given = [(name, weight, float(s)) for name, weight, s in terms if s is not None]
             total = sum(weight * score for _, weight, score in given)
             items = {f"rewards/{name}": score for name, _, score in given}
-            notes = {name: texts[place] for name, texts in log.notes.items()}
-            sums.append(Itemized(total, logged | items, notes) if given else None)
+            notes = {name: texts[place] for name, texts in logged.notes.items()}
+            sums.append(ItemizedReward(total, means | items, notes) if given else None)
         return sums
 
     @cached_property
@@ -267,7 +268,7 @@ def _check_columns(key: str, table: Rows, function: RewardFunction, passed: Set[
             )
 
 
-def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> dict[str, Any]:
+def arguments_of(prompt: Prompt, answers: Sequence[Answer], logged: RewardLog) -> dict[str, Any]:
     """Return all arguments of reward functions by name, with separate copies for each answer."""
     state = SimpleNamespace(  # named as in transformers' TrainerState
         global_step=max(a.version for a in answers), max_steps=max(a.steps for a in answers)
@@ -286,8 +287,8 @@ def arguments_of(prompt: Prompt, answers: Sequence[Answer], log: RewardLog) -> d
         "completions": completions,
         "completion_ids": [list(a.tokens) for a in answers],
         "trainer_state": state,
-        "log_metric": log.log_metric,
-        "log_extra": log.log_extra,
+        "log_metric": logged.log_metric,
+        "log_extra": logged.log_extra,
     }
 
 

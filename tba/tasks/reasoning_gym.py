@@ -12,7 +12,7 @@ import numpy as np
 
 from tba.config.tables import Count, Positive
 from tba.prompt import Answer, Prompt
-from tba.tasks import Itemized, Task
+from tba.tasks import ItemizedReward, Task
 from tba.tasks._rendering import Rendering
 
 
@@ -74,7 +74,7 @@ class ReasoningGym(Rendering, Task):
                 score = float(self._dataset.score_answer(given, entry))
             except Exception:  # untrusted: it cannot read the answer
                 score = unreadable = 1.0
-            scores.append(Itemized(score - unreadable, {"scorer/unreadable": unreadable}, {}))
+            scores.append(ItemizedReward(score - unreadable, {"scorer/unreadable": unreadable}, {}))
         return scores
 
     def right_answer(self, prompt: Prompt) -> str | None:

@@ -27,7 +27,8 @@ from tba.config.tables import (
 from tba.models.pretrained import load_text
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Answer, Message, Prompt
-from tba.tasks import Scorer, Scores, Task, WrongLength, call
+from tba.tasks import Scorer, Scores, Task
+from tba.tasks._calls import WrongLength, call
 from tba.tasks.custom import RewardFunction, reward_function
 from tba.tasks.judges import then
 from tba.tasks.judges._model import JudgeModel

@@ -22,12 +22,12 @@ from tba.runs.folder import Replay
 from tba.runs.generations import step_of
 from tba.runtime.placement import device_here
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected, Verdict
+from tba.scoring.verdicts import Rejection, Verdict
 from tba.search.searcher import SearchSetup
 from tba.setup.checks import check_step
 from tba.setup.machine import Machine, this_machine
 from tba.setup.setup import RunSetup, check
-from tba.tasks import Checks, Loads, Task
+from tba.tasks import Checkable, Loadable, Task
 from tba.tasks._rendering import Problems, Rendering
 from tba.tasks.custom import Custom
 from tba.tools.plan import measured_training, rates_of, time_of
@@ -144,7 +144,7 @@ def _held(setup: RunSetup) -> list[str]:
         ((verdict,),) = responses.rewarded(searcher.scoring([prompt], answers), answers)
         calls = dict(searcher.agents[""].counts())
     seconds = time.perf_counter() - held
-    if isinstance(verdict, Rejected):
+    if isinstance(verdict, Rejection):
         raise ValueError(f"one session was rejected ({verdict.reason}): {verdict.detail}")
     ((completion,),) = responses.completions
     given = len(responses.prompts[0]) + len(completion.tokens) - completion.length
@@ -164,7 +164,7 @@ def _loads(task: Task) -> bool:
     loads_own = type(task).load is not Task.load
     parts = [each for _, each in task.dependencies]
     return loads_own or any(
-        _loads(each) if isinstance(each, Task) else isinstance(each, Checks | Loads)
+        _loads(each) if isinstance(each, Task) else isinstance(each, Checkable | Loadable)
         for each in parts
     )
 
@@ -204,12 +204,12 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
     right = task.right_answer(prompt)
     tried = (DUMMY, NUMBER if right is None else right)
     dummy, own = [_score(scoring, task, prompt, text) for text in tried]
-    if isinstance(dummy, Rejected) and isinstance(own, Rejected):
+    if isinstance(dummy, Rejection) and isinstance(own, Rejection):
         what = f"the reward scores neither {DUMMY!r} nor {tried[1]!r}, which were tried"
         raise ValueError(f"{what} ({own.reason}): {own.detail}")
     line = _in_words(DUMMY, dummy)
     least = task.pass_reward
-    if least is not None and not isinstance(dummy, Rejected) and passes(dummy, least):
+    if least is not None and not isinstance(dummy, Rejection) and passes(dummy, least):
         line = f"warning: {line}, which counts as right (task.pass_reward = {least:g})"
     if right is None:
         return [line]
@@ -218,7 +218,7 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
         return [line, of_row]
     if least is not None and not isinstance(task, Custom):
         raise ValueError(f"{of_row}; correct the column `answer`")
-    if not isinstance(own, Rejected):
+    if not isinstance(own, Rejection):
         than = (
             "is not more than the dummy" if least is None else f"is below pass_reward = {least:g}"
         )
@@ -243,15 +243,15 @@ def _graded_wrong(setup: RunSetup, scoring: Scoring) -> list[str]:
 
 def _is_low(task: Task, verdict: Verdict, dummy: Verdict) -> bool:
     """Return whether the reward of a right answer is too low."""
-    if isinstance(verdict, Rejected):
+    if isinstance(verdict, Rejection):
         return True
     if task.pass_reward is not None:
         return not passes(verdict, task.pass_reward)
-    return not isinstance(dummy, Rejected) and verdict <= dummy
+    return not isinstance(dummy, Rejection) and verdict <= dummy
 
 
 def _in_words(text: str, verdict: Verdict) -> str:
-    if isinstance(verdict, Rejected):
+    if isinstance(verdict, Rejection):
         return f"warning: {text!r} has no reward ({verdict.reason}): {verdict.detail}"
     return f"reward of {text!r}: {verdict:g}"
 
@@ -264,9 +264,9 @@ def _score(scoring: Scoring, task: Task, prompt: Prompt, text: str) -> Verdict:
     answer = Answer(text, True)
     if task.tools is not None:
         (opened,) = scoring.reset("", [prompt], limit=0)
-        if isinstance(opened, Rejected):
+        if isinstance(opened, Rejection):
             return opened
         messages = [{"role": "assistant", "content": text}]
         answer = Answer(text, True, messages, opened[0] if task.tools.judged else None)
     (verdicts,) = scoring([prompt], [[answer, answer]])
-    return next((v for v in verdicts if isinstance(v, Rejected)), verdicts[0])
+    return next((v for v in verdicts if isinstance(v, Rejection)), verdicts[0])

@@ -88,7 +88,7 @@ class Sweep:
                 self.configs[trial.folder],
                 resume=prepare(self.study.path(trial)),
                 cores=cores[first : first + each],
-                log=self.log(number),
+                log=self.log_file(number),
             )
             self.running[number] = (trial, child)
 
@@ -101,8 +101,8 @@ class Sweep:
             del self.running[number]
             run = self.study.path(trial)
             if standing(run)[0] == "pending" and not asked:
-                log = self.log(number)
-                write_failed(run, f"its process died (exit code {child.status}); see {log}")
+                log_file = self.log_file(number)
+                write_failed(run, f"its process died (exit code {child.status}); see {log_file}")
             self.end(trial)
 
     def end(self, trial: Trial) -> None:
@@ -123,7 +123,7 @@ class Sweep:
             shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
         self.write()
 
-    def log(self, number: int) -> Path:
+    def log_file(self, number: int) -> Path:
         return self.study.folder / f"worker-{number}.log"
 
     def write(self) -> None:

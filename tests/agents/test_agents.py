@@ -32,7 +32,7 @@ from tba.learn.layouts import Contexts, cut
 from tba.open import run
 from tba.scoring import process
 from tba.scoring.process import AgentProcess, EventLoop
-from tba.scoring.verdicts import Rejected, Responses, Verdict, added
+from tba.scoring.verdicts import Rejection, Responses, Verdict, added
 from tba.scoring.worker import _as_json
 from tba.search.evaluate import evaluate_held_out, evaluate_piece
 from tba.search.searcher import Searcher
@@ -299,7 +299,7 @@ def test_sessions_of_an_evaluation_end_within_the_deadline_of_its_task(agent, he
 
 
 def test_a_reward_function_that_does_not_apply_leaves_the_programs_reward():
-    assert added(Rejected("none", ""), 2.0) == 2.0
+    assert added(Rejection("none", ""), 2.0) == 2.0
 
 
 @pytest.mark.parametrize("program", ["at_once", "streams", "Counts", "once"])

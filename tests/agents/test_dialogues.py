@@ -31,7 +31,7 @@ from tba.runs.checkpoint import newest
 from tba.runs.folder import METRICS, SAMPLES, read
 from tba.search.evaluate import evaluate_held_out
 from tba.setup.setup import check
-from tba.tasks import within
+from tba.tasks._calls import within
 from tba.tasks._memory import build_task
 from tba.tasks.mixture import TaskMixture
 from tba.types import Completion, Sampling

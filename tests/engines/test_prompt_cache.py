@@ -12,7 +12,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tba.engines.transformers import Copied, Shared, decoder, run_prompts
+from tba.engines.transformers import CopiedCache, SharedCache, decoder, run_prompts
 from tba.models.forward import takes_masks
 
 VISIBLE = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
@@ -30,7 +30,7 @@ def test_shared_prompts_give_the_states_of_copied_ones(family, attention, counts
     model.set_attn_implementation(attention)
     ids = torch.arange(15).view(3, 5) % 13 + 1
     decoders = []
-    for kind in (Shared, Copied):
+    for kind in (SharedCache, CopiedCache):
         _, cache = run_prompts(model, ids, VISIBLE)
         decoders.append(kind(model, cache, VISIBLE, torch.tensor(counts)))
     for step, rows in enumerate([list(range(sum(counts))), *kept]):
@@ -44,16 +44,16 @@ def test_shared_prompts_give_the_states_of_copied_ones(family, attention, counts
 def test_prompts_are_shared_where_that_costs_less():
     model = make("llama")
 
-    def kind(*counts: int, limit: int) -> type[Shared | Copied]:
+    def kind(*counts: int, limit: int) -> type[SharedCache | CopiedCache]:
         _, cache = run_prompts(model, torch.ones(3, 5, dtype=torch.long), VISIBLE)
         return type(decoder(model, cache, VISIBLE, torch.tensor(counts), limit))
 
-    assert kind(16, 16, 16, limit=5) is Shared
-    assert kind(16, 16, 16, limit=6) is Copied
-    assert kind(64, 64, 64, limit=5) is Copied
-    assert kind(1, 1, 1, limit=5) is Copied
-    assert kind(16, 4, 4, limit=5) is Shared
-    assert kind(16, 4, 3, limit=5) is Copied
+    assert kind(16, 16, 16, limit=5) is SharedCache
+    assert kind(16, 16, 16, limit=6) is CopiedCache
+    assert kind(64, 64, 64, limit=5) is CopiedCache
+    assert kind(1, 1, 1, limit=5) is CopiedCache
+    assert kind(16, 4, 4, limit=5) is SharedCache
+    assert kind(16, 4, 3, limit=5) is CopiedCache
 
 
 def test_masks_decide_unless_layers_have_windows_or_rules_of_their_own():

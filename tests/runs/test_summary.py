@@ -10,7 +10,7 @@ from build import group, trajectory
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.summary import Tracker
 from tba.search.result import SearchStats
-from tba.tasks import Itemized
+from tba.tasks import ItemizedReward
 
 
 @pytest.mark.parametrize("common", [0.0, 1e7, -1e12])
@@ -21,7 +21,9 @@ def test_the_spread_of_a_reward_does_not_depend_on_its_mean(common):
     stats = SearchStats()
     for step, mean in enumerate((0.0, common, common, 1.0)):
         rewards = mean + rng.normal(size=40)
-        stats.itemize([Itemized(reward, {"rewards/f": reward}, {}) for reward in rewards.tolist()])
+        stats.itemize(
+            [ItemizedReward(reward, {"rewards/f": reward}, {}) for reward in rewards.tolist()]
+        )
         found = tracker.scored(stats)
         assert found["rewards/f/mean"] == pytest.approx(rewards.mean(), rel=1e-12)
         assert found["rewards/f/std"] == pytest.approx(stdev(rewards.tolist()), rel=1e-9)
@@ -33,5 +35,5 @@ def test_the_spread_of_a_reward_does_not_depend_on_its_mean(common):
 
 def test_a_reward_that_is_too_large_to_square_has_a_spread():
     stats = SearchStats()
-    stats.itemize([Itemized(0.0, {"rewards/f": reward}, {}) for reward in (1e300, -1e300)])
+    stats.itemize([ItemizedReward(0.0, {"rewards/f": reward}, {}) for reward in (1e300, -1e300)])
     assert Tracker().scored(stats)["rewards/f/std"] >= 1e149

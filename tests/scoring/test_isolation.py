@@ -28,7 +28,7 @@ from tba.engines.scripted import Scripted
 from tba.prompt import Answer, Prompt
 from tba.runs.folder import METRICS, read
 from tba.scoring.scoring import Scoring, ScoringProcess
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.search.searcher import SearchSetup
 from tba.setup.setup import check
 from tba.tasks.custom import Custom
@@ -64,7 +64,7 @@ def test_a_reward_that_misbehaves_costs_its_own_group(guard, text, expected):
 )
 def test_a_rejection_says_how_the_process_ended(guard, text, how):
     ((verdict,),) = judge(guard, [text])
-    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict, Rejection)
     assert verdict.detail.startswith(f"the scoring process ended {how}")
 
 
@@ -342,7 +342,7 @@ def test_a_call_has_the_deadline_for_each_of_its_answers(hangs):
     assert judge(hangs, ["slow", *"abcdefghi"]) == [[4.0, *[1.0] * 9]]
     ((verdict,),) = judge(hangs, ["slow"])
     told = "scoring of 1 answers did not return within 0.4 s (reward.deadline = 0.4 s for each)"
-    assert verdict == Rejected("timeout", told)
+    assert verdict == Rejection("timeout", told)
 
 
 def test_a_call_has_a_longest_time_however_many_answers_it_has():
@@ -352,7 +352,7 @@ def test_a_call_has_a_longest_time_however_many_answers_it_has():
     began = time.monotonic()
     (verdicts,) = judge(guard, ["?"] * 128)
     assert time.monotonic() - began < 5
-    assert isinstance(verdicts[0], Rejected)
+    assert isinstance(verdicts[0], Rejection)
     assert verdicts[0].detail == (
         "scoring of 128 answers did not return within 0.3 s (reward.deadline = 10 s for each,"
         " at most a quarter of runtime.task_deadline)"
@@ -364,7 +364,7 @@ def test_after_two_timeouts_in_a_row_the_rest_is_not_tried(hangs):
     verdicts = judge(hangs, *[["?"]] * 12)
     assert reasons(verdicts) == [["timeout"]] * 12
     last = verdicts[-1][0]
-    assert isinstance(last, Rejected) and last.detail.startswith("not tried")
+    assert isinstance(last, Rejection) and last.detail.startswith("not tried")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -16,7 +16,7 @@ from tba.prompt import Prompt
 from tba.runs.folder import METRICS, read
 from tba.runtime import RejectionMonitor
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.search.evaluate import evaluate_held_out
 from tba.search.result import SearchStats
 from tba.setup.setup import check
@@ -51,7 +51,7 @@ def test_a_task_scores_whole_groups(kind):
 def test_what_raises_for_one_sample_costs_that_sample(kind):
     verdicts = judge(length_except("three", lambda: 1 / 0), kind=kind)
     assert reasons(verdicts) == [3.0, 3.0, "raised", 4.0, 4.0]
-    assert isinstance(verdicts[2], Rejected)
+    assert isinstance(verdicts[2], Rejection)
     assert "ZeroDivisionError: division by zero" in verdicts[2].detail
     assert "test_rewards.py" in verdicts[2].detail  # the traceback
 
@@ -66,7 +66,7 @@ def test_a_group_that_cannot_be_compared_keeps_its_error(kind):
 
     verdicts = judge(compare, kind=kind)
     assert reasons(verdicts) == ["raised"] * 5
-    assert all("one is too long" in v.detail for v in verdicts if isinstance(v, Rejected))
+    assert all("one is too long" in v.detail for v in verdicts if isinstance(v, Rejection))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_reward_that_is_none_costs_that_sample(score, reason, kind):
 @pytest.mark.parametrize("returned", [[], [1.0] * 4, [1.0] * 6])
 def test_another_number_of_rewards_costs_all(returned, kind):
     verdicts = judge(lambda _: returned, kind=kind)
-    assert verdicts == [Rejected("wrong_length", f"{len(returned)} rewards for 5 answers")] * 5
+    assert verdicts == [Rejection("wrong_length", f"{len(returned)} rewards for 5 answers")] * 5
 
 
 def searched(samples: int, rejected: Counter[str] | None = None, told: str = "") -> SearchStats:

@@ -20,7 +20,7 @@ from tba.prompt import Prompt
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.search.result import SearchResult
 from tba.search.values import Rollouts
 from tba.setup.setup import check
@@ -76,7 +76,7 @@ def group(text: Tokenizer, prompt: str, *answers: str) -> Group:
 
 def estimate(
     text: Tokenizer, groups: list[Group], rollouts: int, step_tokens: int
-) -> tuple[list[Group], list[float | Rejected], Endings]:
+) -> tuple[list[Group], list[float | Rejection], Endings]:
     engine = Endings(PolicyTable(model="unused"), text, "cpu", bf16=False, sampling=SAMPLING)
     request = ValueRollouts(rollouts, step_tokens)
     scoring = Scoring({"": Scored(lambda texts: list(map(number, texts)))})
@@ -153,11 +153,11 @@ def test_a_response_is_left_out_when_no_rollout_of_a_state_can_be_scored(text):
     assert [[t.reward for t in g.trajectories] for g in found] == [[12.0]]
     # those left out still count as the prompt's other responses
     assert values(found[0])[0][0] == (82 + 48) / 2
-    assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
+    assert sum(isinstance(v, Rejection) for v in verdicts) == 2 * 3
     found, verdicts, _ = estimate(text, groups, rollouts=3, step_tokens=1)
     assert [[t.reward for t in g.trajectories] for g in found] == [[82.0, 48.0, 12.0], [81.0, 82.0]]
     assert values(found[0])[0][1] == 83  # the mean of those that could be scored
-    assert sum(isinstance(v, Rejected) for v in verdicts) == 2 * 3
+    assert sum(isinstance(v, Rejection) for v in verdicts) == 2 * 3
 
 
 def search(model: Path, folder: Path, seed: int, *settings: str) -> SearchResult:

@@ -12,7 +12,7 @@ import pytest
 
 from tba.prompt import Answer
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.tasks.custom import PASSED, Custom
 
 REWARDS = '''
@@ -175,7 +175,7 @@ def test_a_wrong_number_of_rewards_is_rejected_as_that(custom, name):
     answers = [Answer(text, finished=True) for text in COMPLETIONS]
     (verdicts,) = Scoring({"": task})(task.prompts()[:1], [answers])
     detail = f"{name} returned 2 rewards for 3 completions"
-    assert verdicts == [Rejected("wrong_length", detail)] * 3
+    assert verdicts == [Rejection("wrong_length", detail)] * 3
 
 
 def test_a_function_that_needs_another_column_is_told_before_anything_starts(custom, tmp_path):

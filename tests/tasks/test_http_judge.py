@@ -18,7 +18,7 @@ from tba.config.plugins import JUDGES, resolve
 from tba.config.schema import load
 from tba.prompt import Answer, Prompt
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.tasks.judges import http
 from tba.tasks.judges.http import Http, JudgeError
 
@@ -144,7 +144,7 @@ def test_groups_are_scored_and_a_bad_answer_costs_itself(server, task):
     server.script.extend([Reply(400, "no"), Reply(), Reply(400, "too long")])
     ((good, bad),) = guard(prompts[:1], [[Answer("good", True), Answer("bad", True)]])
     assert good == share("good")
-    assert isinstance(bad, Rejected) and bad.reason == "raised"
+    assert isinstance(bad, Rejection) and bad.reason == "raised"
     assert bad.detail.endswith(f"JudgeError: {server.url}/classify failed: status 400: too long\n")
 
 

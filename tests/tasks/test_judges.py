@@ -30,7 +30,7 @@ from tba.config.schema import load
 from tba.config.tables import TaskTable
 from tba.prompt import Answer
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.setup.setup import check
 from tba.tasks._memory import build_task
 from tba.tasks.judges import _model as judge_models
@@ -234,8 +234,8 @@ def test_a_text_that_is_too_long_costs_only_its_answer(make, tmp_path):
     task = resolve("tasks", "task", "custom", {**options, "reward": reward}).build()
     answers = [Answer(text, True) for text in ("2", "1" * CONTEXT, "3")]
     (verdicts,) = Scoring({"": task})(task.prompts()[:1], [answers])
-    assert [isinstance(v, Rejected) for v in verdicts] == [False, True, False]
-    assert isinstance(verdicts[1], Rejected)
+    assert [isinstance(v, Rejection) for v in verdicts] == [False, True, False]
+    assert isinstance(verdicts[1], Rejection)
     assert "has 68 tokens; the judge" in verdicts[1].detail
 
 

@@ -10,7 +10,7 @@ import pytest
 from tba.config.plugins import resolve
 from tba.prompt import Answer, Prompt
 from tba.scoring.scoring import Scoring, ScoringProcess
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.tasks.math import Math, last_boxed
 
 HANGS = r"9^{9^{9^{9}}}"
@@ -36,7 +36,7 @@ def test_what_cannot_be_compared_in_time_has_no_reward():
     answers = [boxed(text) for text in ("\\frac{14}{2}", HANGS, "8", "10000000!")]
     (verdicts,) = guard([prompt("7")], [answers])
     guard.close()
-    told = [v.reason if isinstance(v, Rejected) else v for v in verdicts]
+    told = [v.reason if isinstance(v, Rejection) else v for v in verdicts]
     assert told == [1.0, "none", 0.0, "none"]
 
 

@@ -14,8 +14,9 @@ import torch
 
 from tba.prompt import Answer, Prompt
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected, parse_score
-from tba.tasks import Itemized, WrongLength, listed
+from tba.scoring.verdicts import Rejection, parse_score
+from tba.tasks import ItemizedReward
+from tba.tasks._calls import WrongLength, listed
 from tba.tasks.custom import Custom, reward_function
 
 
@@ -102,12 +103,12 @@ def test_an_array_without_an_axis_is_the_reward_of_one_completion():
         [Prompt("0", "?"), Prompt("1", "?")], [[Answer("a", True)], [Answer("a", True)] * 2]
     )
     assert one == [1.0]
-    assert [v.reason for v in two if isinstance(v, Rejected)] == ["wrong_length"] * 2
+    assert [v.reason for v in two if isinstance(v, Rejection)] == ["wrong_length"] * 2
 
 
 def test_an_item_that_is_not_finite_is_left_out():
     """Else the mean of its metric would never be finite again."""
-    reward = Itemized(1.0, {"a": 0.5, "b": float("nan"), "c": float("inf")}, {})
+    reward = ItemizedReward(1.0, {"a": 0.5, "b": float("nan"), "c": float("inf")}, {})
     assert reward.items == {"a": 0.5}
 
 
@@ -135,11 +136,11 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_not_one_number_is_none(kind):
     verdicts = [parse_score(score) for score in listed(WRONG[kind])]
-    assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
+    assert [v.reason for v in verdicts if isinstance(v, Rejection)] == ["not_a_number"] * 2
     task = Custom(data="", reward="", passed=(lambda completions: WRONG[kind],))
     answers = [Answer("a", True), Answer("b", True)]
     (verdicts,) = Scoring({"": task})([Prompt("0", "?")], [answers])
-    assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["not_a_number"] * 2
+    assert [v.reason for v in verdicts if isinstance(v, Rejection)] == ["not_a_number"] * 2
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_traceback_begins_in_the_users_file(name, tmp_path):
     (tmp_path / "raising.py").write_text(RAISES)
     task = Custom(data="", reward=f"{tmp_path}/raising.py:{name}")
     ((verdict,),) = Scoring({"": task})([Prompt("0", "?")], [[Answer("a", True)]])
-    assert isinstance(verdict, Rejected)
+    assert isinstance(verdict, Rejection)
     lines = verdict.detail.splitlines()
     assert lines[0] == "Traceback (most recent call last):" and "raising.py" in lines[1]
     assert "tba/tasks" not in verdict.detail and "tba/search" not in verdict.detail

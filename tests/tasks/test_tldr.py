@@ -10,7 +10,7 @@ import pytest
 
 from tba.prompt import Answer, Prompt
 from tba.scoring.scoring import Scoring
-from tba.scoring.verdicts import Rejected
+from tba.scoring.verdicts import Rejection
 from tba.tasks.tldr import Tldr, query_of
 
 JUDGES = '''
@@ -74,7 +74,7 @@ def answers(*texts: str) -> list[Answer]:
 def wins(task: Tldr, group: Sequence[Answer]) -> list[Any]:
     """The verdicts on a group, with the reason of each rejection."""
     (verdicts,) = Scoring({"": task})([PROMPT], [group], ("", "win_rate"))
-    return [v.reason if isinstance(v, Rejected) else v for v in verdicts]
+    return [v.reason if isinstance(v, Rejection) else v for v in verdicts]
 
 
 def test_a_prompt_is_the_post_up_to_tldr(make, tmp_path):
@@ -139,7 +139,7 @@ def test_what_the_gold_judge_cannot_score_is_neither_won_nor_lost(make):
     assert wins(task, answers("fives", "too long", "")) == [1.0, "none", "not_finite"]
     long = Prompt("1", "", {"query": QUERY, "summary": "too long, too"})
     (verdicts,) = Scoring({"": task})([long], [answers("fives", "two")], ("", "win_rate"))
-    assert [v.reason for v in verdicts if isinstance(v, Rejected)] == ["none", "none"]
+    assert [v.reason for v in verdicts if isinstance(v, Rejection)] == ["none", "none"]
 
 
 def test_judges_may_be_async(make):

@@ -13,7 +13,7 @@ import httpx2
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from tba.config.tables import Count
-from tba.tasks import within
+from tba.tasks._calls import within
 from tba.tasks.judges import Judge, Text, conversation, filled
 
 REACHED_WITHIN = 5.0

@@ -17,7 +17,7 @@ STAR = "\N{NO-BREAK SPACE}★"
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedRun:
     """Held-out scores of a run by step, and of each prompt where the run stored them."""
 
     name: str
@@ -30,7 +30,7 @@ class Evaluated:
     """Rows of `scores.jsonl` by step."""
 
 
-def compare(runs: Sequence[Evaluated], measure: str) -> tuple[pd.DataFrame, list[str]]:
+def compare(runs: Sequence[EvaluatedRun], measure: str) -> tuple[pd.DataFrame, list[str]]:
     """Return the differences of all later runs from the first one, and what limits them."""
     first, *others = runs
     rows = []
@@ -56,12 +56,12 @@ def compare(runs: Sequence[Evaluated], measure: str) -> tuple[pd.DataFrame, list
     return pd.DataFrame(rows), notes
 
 
-def _last_common(first: Evaluated, other: Evaluated) -> tuple[int, int] | None:
+def _last_common(first: EvaluatedRun, other: EvaluatedRun) -> tuple[int, int] | None:
     common = first.table.index.intersection(other.table.index)
     return None if common.empty else (int(common.max()),) * 2
 
 
-def _best(first: Evaluated, other: Evaluated, measure: str) -> tuple[int, int] | None:
+def _best(first: EvaluatedRun, other: EvaluatedRun, measure: str) -> tuple[int, int] | None:
     column, _ = names(measure, "sampled")
     trained = [run.table[run.table.index > 0] for run in (first, other)]
     scores = [table.get(column, pd.Series(dtype=float)).dropna() for table in trained]
@@ -70,7 +70,9 @@ def _best(first: Evaluated, other: Evaluated, measure: str) -> tuple[int, int] |
     return int(scores[0].idxmax()), int(scores[1].idxmax())
 
 
-def _difference(first: Evaluated, other: Evaluated, steps: tuple[int, int], measure: str) -> str:
+def _difference(
+    first: EvaluatedRun, other: EvaluatedRun, steps: tuple[int, int], measure: str
+) -> str:
     """Return the difference ± standard error as text; ★ if it is more than two of these."""
     value, error, how = _paired(first, other, steps)
     if isnan(value):
@@ -87,7 +89,9 @@ def _difference(first: Evaluated, other: Evaluated, steps: tuple[int, int], meas
     return f"{text}{told} ({at}, {how})"
 
 
-def _paired(first: Evaluated, other: Evaluated, steps: tuple[int, int]) -> tuple[float, float, str]:
+def _paired(
+    first: EvaluatedRun, other: EvaluatedRun, steps: tuple[int, int]
+) -> tuple[float, float, str]:
     """Return mean and standard error of the differences by prompt; NaN if prompts differ."""
     rows = [run.by_prompt.get(step) for run, step in zip((first, other), steps, strict=True)]
     if None in rows or rows[0]["prompts"] != rows[1]["prompts"]:  # type: ignore[index]

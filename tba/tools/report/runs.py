@@ -40,7 +40,7 @@ from tba.tools.report.about import (
     spans_of,
     typed,
 )
-from tba.tools.report.compare import Evaluated, compare
+from tba.tools.report.compare import EvaluatedRun, compare
 from tba.tools.report.page import (
     MODES,
     NotBegun,
@@ -256,7 +256,7 @@ class Record:
         found.append(best_checkpoint(self.path, self.evaluations, measure))
         return [(text, command) for text, command in found if text]
 
-    def evaluated(self) -> Evaluated:
+    def evaluated(self) -> EvaluatedRun:
         """Return what a comparison needs."""
         own = f"{flat(self.config)['run.folder']}/"  # data from Python are in a file there
         left_out = ("run.seed", "run.folder", "trainer.token_budget")
@@ -264,7 +264,7 @@ class Record:
         task = {k: v for k, v in self.config["task"].items() if own not in str(v)}
         table = self.evaluations.set_index("step")
         by_prompt = {int(row["step"]): row for row in read(self.path / SCORES)}
-        return Evaluated(self.name, task, json.dumps(settings), table, by_prompt)
+        return EvaluatedRun(self.name, task, json.dumps(settings), table, by_prompt)
 
     def headline(self, measures: Mapping[str, str]) -> Mapping[str, str]:
         """Return scores before and after training; `measures` names the score of each subset."""
