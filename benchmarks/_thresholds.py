@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import _measure
@@ -26,6 +26,7 @@ from _runs import (
     best_of,
     read_runs,
     reference_runs,
+    steps_of,
     time_or_length,
     time_to_goal,
     with_speeds,
@@ -35,6 +36,7 @@ from _sums import Side
 BEGIN = "<!-- The section is written by benchmarks/_thresholds.py. -->"
 END = "<!-- End of the section. -->"
 PURE = HERE / "runs" / "pure_compute.jsonl"
+WHOLE = HERE / "runs" / "whole_run.jsonl"
 FIGURE = HERE.parent / "docs" / "reference_run.png"
 SCORES = tuple(i / 100 for i in range(30, 51))
 """Scores of the reference run."""
@@ -42,6 +44,12 @@ PURE_SCORES = tuple(i / 100 for i in range(50, 91))
 """Scores of pure compute, whose runs of the search end soon after .90."""
 SHOWN = 5
 """Every so many scores have a row in the table."""
+LOWEST = 35
+"""Lowest score in % of runs of 100 steps; the highest one is the lower of two sides' ends."""
+ENDS = 5
+"""Evaluations whose mean is the end of a run."""
+SEARCH_SEED = 100
+"""Seed of the search of `whole_run.py`."""
 SEEDS = 3
 NAMES = {"asynchronous": "asynchronous", "synchronous": "synchronous", "trl": "TRL 1.16"}
 COLORS = {"asynchronous": "#1f77b4", "synchronous": "#2ca02c", "trl": "#d62728"}
@@ -96,6 +104,18 @@ class Comparison:
         return f"{ratios} at any score from {show(first)} to {show(last)}"
 
     @property
+    def by_seed(self) -> str:
+        """Return the smallest and the largest ratio of two runs with the same seed."""
+        pairs = [(a, b) for a in self.ours for b in self.peer if a["seed"] == b["seed"]]
+        times = [
+            (time_to_goal(a, p.score), time_to_goal(b, p.score))
+            for a, b in pairs
+            for p in self.reached
+        ]
+        ratios = [peer / ours for ours, peer in times if max(ours, peer) < inf]
+        return f"{min(ratios):.1f} to {max(ratios):.1f} times for single seeds"
+
+    @property
     def missed(self) -> str:
         """Return the scores that a side does not reach, as a sentence; empty if it reaches all."""
         told = []
@@ -117,8 +137,8 @@ def time_to(score: float, runs: Sequence[Run]) -> float:
     return typical if typical <= min(ends, default=inf) else inf
 
 
-def show(score: float) -> str:
-    return f"{score:.2f}".removeprefix("0")
+def show(score: float, digits: int = 2) -> str:
+    return f"{score:.{digits}f}".removeprefix("0")
 
 
 def chosen(side: Side, lora: bool = False, latency: float | None = None) -> list[Run]:
@@ -143,6 +163,43 @@ def seeded() -> dict[tuple[str, str], list[Run]]:
     return found
 
 
+def end(run: Run) -> float:
+    """Return the mean score of the last evaluations."""
+    return fmean(point["score"] for point in run["curve"][-ENDS:])
+
+
+def whole() -> dict[str, list[Run]]:
+    """Return the runs of 100 steps by side, without those of the search."""
+    runs = [run for run in read_runs(WHOLE) if run["seed"] != SEARCH_SEED]
+    return {side: own for side in SIDES if (own := [r for r in runs if r["side"] == side])}
+
+
+def whole_comparisons() -> list[Comparison]:
+    """Return comparisons of our asynchronous runs of 100 steps with the other sides."""
+    by_side = whole()
+    ours = by_side.pop("asynchronous", [])
+    found = []
+    for side in ("trl", "synchronous"):
+        if ours and (peer := by_side.get(side)):
+            highest = min(fmean(map(end, runs)) for runs in (ours, peer))
+            scores = tuple(i / 100 for i in range(LOWEST, int(100 * highest) + 1))
+            found.append(Comparison(ours, peer, "TRL" if side == "trl" else side, scores))
+    return found
+
+
+def ends_table() -> str:
+    """Return where the runs of 100 steps end, as a table."""
+    lines = ["| 100 steps, all weights | end | by seed | s a step |", "| --- | --- | --- | --- |"]
+    for side, runs in whole().items():
+        ends = [end(run) for run in sorted(runs, key=lambda run: run["seed"])]
+        error = f" ± {show(stdev(ends) / len(ends) ** 0.5, 3)}" if len(ends) > 1 else ""
+        by_seed = ", ".join(show(value, 3) for value in ends)
+        seconds = median(s for run in runs for s in steps_of(run))
+        mean = show(fmean(ends), 3)
+        lines.append(f"| {NAMES[side]} | {mean}{error} | {by_seed} | {seconds:.1f} |")
+    return "\n".join(lines)
+
+
 def comparisons() -> dict[str, list[Comparison]]:
     """Return all comparisons, by what was run: with TRL, and with our synchronous side."""
     found: dict[str, list[Comparison]] = {}
@@ -164,6 +221,7 @@ def comparisons() -> dict[str, list[Comparison]]:
         Comparison(ours, pure.get(("synchronous", "tb"), []), "synchronous", PURE_SCORES),
     ]
     found["Pure compute"] = [c for c in pairs if c.ours and c.peer]
+    found["All weights, 100 steps"] = whole_comparisons()
     return {title: pairs for title, pairs in found.items() if pairs}
 
 
@@ -208,12 +266,13 @@ def section() -> str:
             told.append(
                 f"{pair.peer_is[0].upper()}{pair.peer_is[1:]} / asynchronous: {pair.range},"
             )
-            told.append(f"the smallest at {show(pair.least.score)}.")
+            told.append(f"the smallest at {show(pair.least.score)}")
+            told[-1] += f"; {pair.by_seed}." if seeds > 1 else "."
             if pair.missed:
                 told.append(f"{pair.missed[0].upper()}{pair.missed[1:]}.")
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         parts.append(f"{table}\n\n{' '.join(told)}")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, ends_table()] if whole() else parts)
 
 
 def seconds(value: float) -> str:

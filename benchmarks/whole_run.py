@@ -22,19 +22,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
-from typing import Any
 
 import _measure
-from _runs import BASE, HERE, SIDES, Sums
+from _runs import BASE, SIDES, Sums
 from _sums import PendingReply, Side
+from _thresholds import SEARCH_SEED, WHOLE, Run, end
 from reference_run import fastest_known
 
-RUNS = HERE / "runs" / "whole_run.jsonl"
 STEPS = 100
-SEARCH_SEED = 100
-ENDS = 5
-"""Evaluations whose mean is the end of a run."""
 LAST = (80, 85, 90, 95, 100)
 IN_SEARCH = (5, *range(10, 80, 10), *LAST)
 IN_TABLE = (*range(1, 11), *range(15, 80, 5), *LAST)
@@ -51,7 +46,6 @@ AS_TRL = (
     "objective=dr_grpo", "strategy=recent", "strategy.filter_equal=false",
     "trainer.max_grad_norm=8",  # TRL divides the loss by the 8 tokens of a response
 )  # fmt: skip
-Run = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def main() -> None:
     parser.add_argument("--search", nargs="*", choices=SIDES, help="only search, for these sides")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     options = parser.parse_args()
-    lab = Sums(options, RUNS)
+    lab = Sums(options, WHOLE)
     best = {side: search(lab, side) for side in options.search or SIDES}
     for seed in () if options.search else options.seeds:
         for side, setting in best.items():
@@ -138,11 +132,6 @@ def widen(
         if further == best:
             return best
         best = further
-
-
-def end(run: Run) -> float:
-    """Return the mean of the last evaluations."""
-    return fmean(point["score"] for point in run["curve"][-ENDS:])
 
 
 if __name__ == "__main__":
