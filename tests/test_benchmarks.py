@@ -253,6 +253,14 @@ def test_the_docs_have_the_ranges_over_all_scores(thresholds):
     low, high = found["All weights"][0].split(" times")[0].split(" to ")
     said = f"**TRL takes {low} to {high} times as long as this package to reach any score from"
     assert said in readme
+    by_title = thresholds.comparisons()
+    single = [
+        c.by_seed.split(" times")[0] for t in ("All weights", "Pure compute") for c in by_title[t]
+    ]
+    assert f"(medians of three seeds; single seeds: {single[0]})" in readme
+    told = "{} times for TRL and {} times for the synchronous side"
+    told = f"{told}; with pure compute, {{}} times and {{}} times".format(*single)
+    assert told in " ".join(text.split())
     speeds = [thresholds.samples_a_second(thresholds.chosen(side)) for side in thresholds.SIDES]
     told = "{:.0f} asynchronously, {:.0f} synchronously, {:.0f} with TRL".format(*speeds)
     assert told in " ".join(text.split())
