@@ -303,10 +303,11 @@ def draw() -> None:
     )  # fmt: skip
     axes = grid[0]
     for axis, (latency, title) in zip(axes, panels.items(), strict=True):
+        longest = whole() if latency is None else {}
         for side in SIDES:
             if not reference_runs(runs, side, lora=False, latency=latency):
                 continue
-            for i, run in enumerate(chosen(side, latency=latency)):
+            for i, run in enumerate(longest.get(side) or chosen(side, latency=latency)):
                 times = [point["seconds"] for point in run["curve"]]
                 scores = [point["score"] for point in run["curve"]]
                 label = NAMES[side] if i == 0 else None

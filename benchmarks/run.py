@@ -47,6 +47,7 @@ SCRIPTS = (
     Script("agents", 6, long=True),
     Script("publish", 3, ("--ranks", "2"), long=True),
     Script("reference_run", 130, ("--parts", "full"), long=True),
+    Script("whole_run", 300, long=True),
     Script("reward_latency", 35, long=True),
     Script("reward_latency", 20, ("--score", "1"), long=True),
     Script("pure_compute", 40, long=True),

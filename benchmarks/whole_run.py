@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import _measure
+import _thresholds
 from _runs import BASE, SIDES, Sums
 from _sums import PendingReply, Side
 from _thresholds import SEARCH_SEED, WHOLE, Run, end
@@ -64,6 +65,10 @@ class Setting:
         schedule = f"trainer.schedule={self.schedule}"
         return (f"run.steps={STEPS}", schedule, f"objective.beta={self.beta}")
 
+    @property
+    def text(self) -> str:
+        return f"rate {self.rate:g}, {self.schedule}, beta {self.beta:g}"
+
     @classmethod
     def of(cls, run: Run) -> Setting:
         options = dict(option.split("=", 1) for option in run["options"])
@@ -77,12 +82,31 @@ def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--search", nargs="*", choices=SIDES, help="only search, for these sides")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
+    parser.add_argument("--draw", action="store_true", help="only write rows and figure again")
     options = parser.parse_args()
-    lab = Sums(options, WHOLE)
-    best = {side: search(lab, side) for side in options.search or SIDES}
-    for seed in () if options.search else options.seeds:
-        for side, setting in best.items():
-            lab.run(job_of(lab, side, setting, seed))
+    if not options.draw:
+        lab = Sums(options, WHOLE)
+        best = {side: search(lab, side) for side in options.search or SIDES}
+        for seed in () if options.search else options.seeds:
+            for side, setting in best.items():
+                lab.run(job_of(lab, side, setting, seed))
+    if options.tiny:
+        print("a tiny run: nothing is kept")
+        return
+    _measure.record(__file__, rows(), options)
+    _thresholds.write()
+
+
+def rows() -> list[_measure.Row]:
+    """Return the rows of times to a score, where all sides have run."""
+    found = []
+    for compared in _thresholds.whole_comparisons():
+        ours, peer = (Setting.of(runs[0]) for runs in (compared.ours, compared.peer))
+        note = f"{ours.text}; {compared.peer_is}: {peer.text}; {len(compared.ours)} seeds"
+        name = "reference run to 100 steps, full, asynchronous: time to a score"
+        goal = f"ratio >= {4 if compared.peer_is == 'TRL' else 1.5}"
+        found.append(_thresholds.row(name, compared, note, goal))
+    return found
 
 
 def job_of(lab: Sums, side: Side, setting: Setting, seed: int) -> PendingReply:

@@ -23,6 +23,7 @@ from tba.runs.folder import (
     read,
     write_whole,
 )
+from tba.types import lag
 
 LONGEST_VALUE = 10_000
 """Maximum number of characters of a column's value in samples.jsonl."""
@@ -185,8 +186,12 @@ class Journal:
             row["requested"] = requested
         self._write(SAMPLES, row | ({"notes": dict(notes)} if notes else {}))
         if self._sinks:
+            plain = {
+                "columns": json.dumps(row.get("columns", {})),
+                "lag": max(0, lag(step - 1, version)),
+            }
             row.pop("authors", None)
-            self._shown.append(row | {"columns": json.dumps(row.get("columns", {}))})
+            self._shown.append(row | plain)
 
     def scores(
         self, step: int, requested: int, prompts: str, by_prompt: Sequence[float | None]
