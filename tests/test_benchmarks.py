@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import os
 import re
 import runpy
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -283,6 +285,32 @@ def test_times_to_a_score_are_medians_of_first_crossings(thresholds):
     assert compared.missed == "not reached by TRL in the time of its runs: .50"
     runs[2]["curve"][-1]["seconds"] = 20  # it might have been faster than the median, 30
     assert thresholds.time_to(0.5, runs) == float("inf")
+
+
+@pytest.mark.parametrize("side", ["asynchronous", "synchronous", "trl"])
+def test_the_search_of_100_steps_tries_both_neighbours_of_the_best(monkeypatch, side):
+    """Scores are highest at 8e-5 with linear decay and beta .006 (TRL: .002)."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    whole_run = importlib.import_module("whole_run")
+    tried = []
+
+    def job(*given: Any, options: tuple[str, ...]) -> Any:
+        side, lora, rate, seed = given
+        return whole_run.PendingReply("sums", side, "", "", "", rate, seed, lora, options=options)
+
+    def run(job: Any) -> dict[str, Any]:
+        setting = whole_run.Setting.of(vars(job))
+        tried.append(setting)
+        best_beta = 0.002 if side == "trl" else 0.006
+        score = -abs(math.log(setting.rate / 8e-5)) - abs(setting.beta - best_beta)
+        return {"curve": [{"score": score - (setting.schedule == "constant")}] * 5}
+
+    lab = SimpleNamespace(options=SimpleNamespace(tiny=False), job=job, run=run)
+    found = whole_run.search(lab, side)
+    assert found == whole_run.Setting(8e-5, "linear", 0.002 if side == "trl" else 0.006)
+    betas = {s.beta for s in tried if s.rate == 8e-5}
+    assert betas == ({0.0, 0.002, 0.02} if side == "trl" else {0.002, 0.006, 0.02, 0.06})
+    assert len(tried) == len(set(tried)) == (9 if side == "trl" else 10)
 
 
 @pytest.mark.slow
