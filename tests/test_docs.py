@@ -50,7 +50,7 @@ def test_every_panel_and_every_warning_is_explained():
     page = (ROOT / "docs" / "watching.md").read_text()
     panels, warnings = page.partition("## The twelve panels")[2].split("## Warnings")
     assert re.findall(r"^\| (.+?) \|", panels, re.MULTILINE)[2:] == [p.title for p in PANELS]
-    for key in ("equal_rewards", "cut_off", "ess", "reuse", "kl", "warmup"):
+    for key in ("rejected", "equal_rewards", "cut_off", "ess", "reuse", "kl", "warmup"):
         assert f"### {key}\n" in warnings
 
 

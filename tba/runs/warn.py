@@ -98,6 +98,13 @@ class Warnings:
         first = self.restarts + 1
         return self._new((f"{LOST} {n}", text) for n, text in enumerate(texts, first))
 
+    def rejected(self, errors: Mapping[str, str]) -> list[RunWarning]:
+        """Return a warning for each reason why samples were rejected, with its first error."""
+        return self._new(
+            (f"rejected {reason}", f"samples are rejected ({reason}); the first error:\n{error}")
+            for reason, error in errors.items()
+        )
+
     def step(self, metrics: Mapping[str, float | None]) -> list[RunWarning]:
         """Return the warnings that the metrics of a step trigger for the first time."""
         if not self._read(metrics) or len(self._steps) < WINDOW:

@@ -53,6 +53,8 @@ class SearchStats:
     """Latest values, by the name of their metric."""
     last_rejection: str = ""
     """Error message of the latest rejected sample."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Error message of the first sample with each `Reason` that is an error."""
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     """Samples generated per second in each of the latest searches."""
 
@@ -78,6 +80,7 @@ class SearchStats:
         self.largest_gap = max(self.largest_gap, other.largest_gap)
         self.latest |= other.latest
         self.last_rejection = other.last_rejection or self.last_rejection
+        self.errors = other.errors | self.errors
         self.rates.extend(other.rates)
 
     def measured(self, gap: float | None) -> None:
@@ -92,6 +95,8 @@ class SearchStats:
             if isinstance(verdict, Rejection):
                 self.rejected[verdict.reason.value] += 1
                 self.last_rejection = verdict.detail or self.last_rejection
+                if verdict.reason not in (Reason.NONE, Reason.TRUNCATED):
+                    self.errors.setdefault(verdict.reason.value, verdict.detail)
 
     def itemize(self, verdicts: Iterable[Verdict]) -> None:
         """Add the items of the samples' rewards to `moments`."""
@@ -107,7 +112,7 @@ class SearchStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics that a checkpoint keeps: all except the latest values."""
-        latest = {"latest", "rates", "last_rejection"}
+        latest = {"latest", "rates", "last_rejection", "errors"}
         adapter = TypeAdapter(SearchStats)
         plain: dict[str, Any] = adapter.dump_python(self, mode="json", exclude=latest)
         return plain

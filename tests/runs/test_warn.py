@@ -190,6 +190,34 @@ def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
         assert ("selection=difficulty" in text) == (not learns)
 
 
+def test_a_reward_that_raises_for_some_samples_is_a_warning_with_its_traceback(
+    tiny_model, tmp_path, capsys
+):
+    """Once, with the first error; samples to which no function applies are no error."""
+    source = """
+def some(completions):
+    if "2" in "".join(completions):
+        raise ValueError(f"no grader for {completions[0]}")
+    return [None if c == "3" else 1.0 for c in completions]
+"""
+    (tmp_path / "rewards.py").write_text(source)
+    prompts = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
+    (tmp_path / "data.jsonl").write_text("".join(prompts))
+    settings = (
+        "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5",
+        f"task.reward={tmp_path}/rewards.py:some", "run.steps=4", "log.console=lines",
+        "engine=scripted", "engine.answers=['1', '2', '3', '4', '5']", "sampling.max_tokens=4",
+        "reward.max_rejected=1.0",
+    )  # fmt: skip
+    ended = run(config(tiny_model, tmp_path / "run", *settings))
+    assert ended.rejected.keys() == {"raised", "none"}
+    shown = capsys.readouterr().out
+    words = "warning: samples are rejected (raised); the first error:\nTraceback"
+    assert shown.count(words) == 1 and "(none)" not in shown
+    (text,) = [text for text in ended.warnings if "rejected" in text]
+    assert "rewards.py" in text and "ValueError: no grader for 2" in text
+
+
 @pytest.mark.parametrize(
     ("shift", "warns"), [("0.5", True), ("{start=0.5, end=0.0, steps=2}", True), ("0.0", False)]
 )
