@@ -40,10 +40,9 @@ def choices(name: str, known: Iterable[str], all_of_them: str | None = None) -> 
     known = list(known)
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    nearest = f"; did you mean {by_lower[close[0]]!r}?" if close else ""
-    if all_of_them is not None and len(known) > FEW:
-        return f"{nearest}; {all_of_them}"
-    return f"{nearest}; known: {', '.join(known) or 'none'}"
+    if all_of_them is None or len(known) <= FEW:
+        all_of_them = f"known: {', '.join(known) or 'none'}"
+    return f"; did you mean {by_lower[close[0]]!r}? {all_of_them}" if close else f"; {all_of_them}"
 
 
 def relative_to(path: str | Path) -> str:

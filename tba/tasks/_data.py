@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.config.mistakes import about, relative_to
+from tba.config.mistakes import about, choices, relative_to
 from tba.models.template import JSON, check_names
 
 Rows = list[dict[str, Any]]
@@ -106,15 +106,20 @@ def checked(origin: str, table: Rows, required: Sequence[str] = ()) -> Rows:
     return rows
 
 
-def require(origin: str, table: Rows, columns: Sequence[str]) -> None:
-    """Raise ValueError, starting with `origin`, if one of the columns is missing."""
+def require(origin: str, table: Rows, columns: Sequence[str], setting: str = "") -> None:
+    """Raise ValueError, starting with `origin`, if a column is missing, which `setting` names."""
     for name in columns:
-        if name not in table[0]:
-            option = ", or set task.prompt_column" if name == "prompt" else ""
+        if name in table[0]:
+            continue
+        if setting and name != "prompt":
             raise ValueError(
-                f"{origin} has no column {name!r}; it has {', '.join(table[0]) or 'no columns'}."
-                f" Rename one to {name!r}{option}"
+                f"{origin} has no column {name!r}, which {setting} names{choices(name, table[0])}"
             )
+        option = ", or set task.prompt_column" if name == "prompt" else ""
+        raise ValueError(
+            f"{origin} has no column {name!r}; it has {', '.join(table[0]) or 'no columns'}."
+            f" Rename one to {name!r}{option}"
+        )
 
 
 def _of_numpy(value: Any) -> Any:

@@ -244,12 +244,13 @@ class Custom(Rendering, Task):
         """
         origin = f"{key} = {source!r}"
         table = self._table(key, source, split_of(source, split, default))
-        for name, column in (("prompt", self.prompt_column), ("answer", self.answer_column)):
-            if column != name:
-                require(origin, table, [column])
-                table = [{**row, name: row[column]} for row in table]
-        require(origin, table, columns_of(self.prompt))
-        return table
+        columns = {"prompt": self.prompt_column, "answer": self.answer_column}
+        renamed = {name: column for name, column in columns.items() if column != name}
+        for name, column in renamed.items():
+            require(origin, table, [column], f"task.{name}_column")
+        shown = [name for name in columns_of(self.prompt) if name not in renamed]
+        require(origin, table, shown, "task.prompt")
+        return [row | {name: row[column] for name, column in renamed.items()} for row in table]
 
     def _table(self, key: str, source: str, split: str) -> Rows:
         return rows(key, source, split, self.subset)

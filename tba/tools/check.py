@@ -205,8 +205,13 @@ def _tried(setup: RunSetup, scoring: Scoring, prompt: Prompt) -> list[str]:
     tried = (DUMMY, NUMBER if right is None else right)
     dummy, own = [_score(scoring, task, prompt, text) for text in tried]
     if isinstance(dummy, Rejection) and isinstance(own, Rejection):
-        what = f"the reward scores neither {DUMMY!r} nor {tried[1]!r}, which were tried"
-        raise ValueError(f"{what} ({own.reason}): {own.detail}")
+        what = f"neither {DUMMY!r} nor {tried[1]!r} gets a reward ({own.reason}): {own.detail}"
+        if isinstance(task, Custom) and not isinstance(prompt.text, str):
+            what += (
+                "\nAs the prompt is a chat, a completion is a list of messages, and its text is"
+                ' completion[0]["content"].'
+            )
+        raise ValueError(what)
     line = _in_words(DUMMY, dummy)
     least = task.pass_reward
     if least is not None and not isinstance(dummy, Rejection) and passes(dummy, least):

@@ -27,6 +27,8 @@ from tba.weights import PUBLICATIONS
 
 FLOPS = {True: 150e12, False: 0.4e12}
 """Assumed useful FLOP/s of a trainer device, keyed by whether it is a GPU."""
+LONG_PASS = 0.3
+"""Seconds of a pass from which the rate of the trainer is measured."""
 FEW = 32
 """Maximum length, in tokens, of the responses with which an engine's rate is measured."""
 
@@ -89,7 +91,8 @@ def measured_in(run: Path) -> dict[str, float]:
 def measured_training(setup: RunSetup) -> dict[str, float]:
     """Return the rate of a trainer in this process, from a pass with responses of maximum length.
 
-    Loading it checks the log-probs of the policy at the length of the longest sequence.
+    The pass has a group, or as many groups as in a step while it takes less than `LONG_PASS`.
+    Loading the trainer checks the log-probs of the policy at the length of the longest sequence.
     """
     trainer = setup.trainer(device := device_here())
     t = setup.config.trainer
@@ -99,17 +102,23 @@ def measured_training(setup: RunSetup) -> dict[str, float]:
     responses = max(1, min(t.group_size, t.pass_tokens * t.group_size // tokens))
     rng = np.random.default_rng(0)
     vocabulary = trainer.policy.model.config.get_text_config().vocab_size
-    took = 0.0
-    for size_of_row in (2, length):  # the first pass in a process is slow
-        rows = rng.integers(vocabulary, size=(responses, max(2, size_of_row)), dtype=np.int32)
-        batch = collate_tokens([rng.integers(vocabulary, size=prompt)], [list(rows)])
-        began = time.perf_counter()
-        loss = trainer.policy.logp(batch).sum()
-        loss.backward()
-        loss.item()  # waits for a GPU
-        took = time.perf_counter() - began
+    rows = list(rng.integers(vocabulary, size=(responses, max(2, length)), dtype=np.int32))
+    first = rng.integers(vocabulary, size=prompt)
+    groups, most = 1, max(1, min(t.groups, t.pass_tokens // tokens))
+    while True:
+        batch = collate_tokens([first] * groups, [rows] * groups)
+        took = 0.0
+        for _ in range(2):  # the first pass of each size is slow
+            began = time.perf_counter()
+            loss = trainer.policy.logp(batch).sum()
+            loss.backward()
+            loss.item()  # waits for a GPU
+            took = time.perf_counter() - began
+        if took > LONG_PASS or groups == most:
+            break
+        groups = min(most, 2 * groups)
     ranks = 1 if device == "cpu" else t.devices
-    return {"train": ranks * responses * length / took}
+    return {"train": ranks * groups * responses * length / took}
 
 
 def measured_search(setup: RunSetup) -> dict[str, float]:

@@ -94,7 +94,7 @@ def test_few_of_many_keys_are_told_and_where_all_are():
     with pytest.raises(ValueError) as error:
         load(None, ["trainer.max_grad_nrom=1"])
     assert str(error.value) == (
-        "unknown key 'trainer.max_grad_nrom'; did you mean 'max_grad_norm'?;"
+        "unknown key 'trainer.max_grad_nrom'; did you mean 'max_grad_norm'?"
         " `tba list trainer` lists all keys"
     )
     with pytest.raises(ValueError, match=r"known: per_prompt, capacity, first_fill, rollouts$"):
@@ -102,7 +102,7 @@ def test_few_of_many_keys_are_told_and_where_all_are():
     with pytest.raises(ValueError) as error:
         load(None, ["trainer.warm_up_steps=1", "trainer.zzz=1"])
     first, second = str(error.value).splitlines()
-    assert len(first) < 200 and "did you mean 'warmup_steps'?;" in first
+    assert len(first) < 200 and "did you mean 'warmup_steps'? " in first
     assert second == "unknown key 'trainer.zzz'; `tba list trainer` lists all keys"
 
 

@@ -57,7 +57,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no package": ("objectives", ".Mine", {}, "'.Mine': Empty module name; write `pa"),
     "unknown option": (
         "objectives", "ppo", {"bta": 0.1},
-        "objective.bta: 'ppo' has no such option; did you mean 'beta'?; `tba list ppo` lists all",
+        "objective.bta: 'ppo' has no such option; did you mean 'beta'? `tba list ppo` lists all",
     ),
     "an option of an earlier version": (
         "objectives", "tb", {"tapered": True},
@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
     "many plug-ins": (
         "objectives", "dr_grop", {},
-        "no objectives called 'dr_grop'; did you mean 'dr_grpo'?; `tba list` lists all;"
+        "no objectives called 'dr_grop'; did you mean 'dr_grpo'? `tba list` lists all;"
         " or write `package.module.Class`",
     ),
     "missing option": (

@@ -285,9 +285,9 @@ def test_a_column_that_json_cannot_hold_is_left_out(tmp_path, kind, caplog):
     assert prompts == [("a", {}), ("b", {})]
     (message,) = caplog.messages
     assert re.search(rf"column 'odd' is left out: row [01]: .*({told}).*; convert it to", message)
-    for option in ({"prompt": "{odd}"}, {"prompt_column": "odd"}, {"answer_column": "odd"}):
-        with pytest.raises(ValueError, match=r"has no column 'odd'; it has prompt\."):
-            Custom(data=source, reward=f"{reward}:f", **option).prompts()
+    for name, value in (("prompt", "{odd}"), ("prompt_column", "odd"), ("answer_column", "odd")):
+        with pytest.raises(ValueError, match=rf"no column 'odd', which task.{name} names"):
+            Custom(data=source, reward=f"{reward}:f", **{name: value}).prompts()
 
 
 MEMORY: dict[str, list[Any]] = {

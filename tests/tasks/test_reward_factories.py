@@ -140,7 +140,7 @@ def test_a_column_called_self_is_not_passed_to_a_method(task):
 
 WRONG: dict[str, tuple[Any, str]] = {
     "unknown key": ({"use": "factories:at_most", "limt": 3}, "task.reward.limt: 'factories:at_most'"
-        " has no such option; did you mean 'limit'?; known: limit, weight"),
+        " has no such option; did you mean 'limit'? known: limit, weight"),
     "missing key": (["factories:length", {"use": "factories:at_most"}],
         "task.reward.1.limit is missing: 'factories:at_most' needs it"),
     "wrong type": ({"use": "factories:Counts", "character": 3},
@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no use": ([{"limit": 3}], "task.reward.0.use is missing"),
     "no table": (3, "task.reward = 3: Input should be a"),
     "unknown judge": ({"use": "clasifier", "model": "m"}, "no judges called 'clasifier';"
-        " did you mean 'classifier'?; known: classifier, guard, http"),
+        " did you mean 'classifier'? known: classifier, guard, http"),
     "unknown option of a judge": ({"use": "classifier", "modle": "m"},
         "task.reward.modle: 'classifier' has no such option; did you mean 'model'?"),
     "wrong option of a judge": ({"use": "guard", "model": "m", "value": "logit"},

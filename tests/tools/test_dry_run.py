@@ -110,6 +110,9 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
     tables, told = dry_run(config(policy={"model": str(folder)}, task=options))
     assert told[:2] == ["first prompt, 5 tokens:", "<eos>0+0="]
     assert tables["task"]["chat"] == "on"
+    with pytest.raises(ValueError, match=r"its text is completion\[0\]\[.content.\]\.$"):
+        broken = {**config("broken").task.model_dump(), "chat": "on"}
+        dry_run(config(policy={"model": str(folder)}, task=broken))
     assert not [line for line in told if line.startswith("note:")]
     sources = {name: {"use": "custom", "weight": 1, **plain.task.options} for name in "ab"}
     mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "sources": sources})
@@ -129,7 +132,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reward", REFUSED)
 def test_a_reward_that_scores_no_answer_is_refused(config, reward):
-    words = "scores neither 'dummy answer' nor '0', which were tried "
+    words = "neither 'dummy answer' nor '0' gets a reward "
     with pytest.raises(ValueError, match=words + REFUSED[reward]):
         dry_run(config(reward, reward={"deadline": 0.25 if reward == "hangs" else 10.0}))
 

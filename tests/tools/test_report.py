@@ -455,12 +455,14 @@ def test_the_page_says_what_was_run_and_how_to_export_the_best(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused_with_what_to_type(tmp_path):
-    with pytest.raises(ValueError, match=r"not a run folder.*type `tba report RUN"):
+    with pytest.raises(ValueError, match=r"not a run folder.*name one or more folders of runs, or"):
         report([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="name at least one run: tba report RUN"):
         report([])
     run = write(tmp_path / "fresh", steps=0, evaluations=())
-    with pytest.raises(ValueError, match=f"type `tba report {re.escape(str(run))}`"):
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / CONFIG).write_text("{}")
+    with pytest.raises(ValueError, match=f"such as `tba report {re.escape(str(run))}`"):
         report([tmp_path])
     with pytest.raises(ValueError, match="no metrics yet; type"):
         report([run])

@@ -348,11 +348,12 @@ def read_record(path: Path, name: str, colour: str) -> Record | None:
     """Return the record of a run, None before its first step; ValueError if it is not a run."""
     config = read_optional(path / CONFIG)
     if config is None:
-        near = sorted(str(p.parent) for p in path.glob(f"*/{CONFIG}"))
+        configs = sorted(path.glob(f"*/{CONFIG}"))  # of models, too
+        near = " ".join(str(p.parent) for p in configs if "run" in read_optional(p))
+        example = f", such as `tba report {near}`" if near else ""
         raise ValueError(
-            f"{path} is not a run folder: it has no {CONFIG}; type"
-            f" `tba report {' '.join(near[:3]) or 'RUN'}` with the folder that `tba train` printed;"
-            " a study is reported alone"
+            f"{path} is not a run folder: it has no {CONFIG}; name one or more folders of runs, or"
+            f" one of a study{example}"
         )
     needed = ["step", "samples_generated", "searchers/rejected", *LAG, *WAITS.values()]
     metrics = pd.DataFrame(read(path / METRICS), dtype=float)
