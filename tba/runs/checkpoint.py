@@ -29,7 +29,7 @@ from tba.learn.state import MODEL
 from tba.models.tokenizer import Tokenizer
 from tba.replay.buffer import ReplayBuffer
 from tba.replay.store import load_groups, save_groups
-from tba.runs.folder import CHECKPOINTS, own_folder, ranked_score, read_evaluations
+from tba.runs.folder import CHECKPOINTS, is_run, own_folder, ranked_score, read_evaluations
 from tba.runs.generations import (
     MANIFEST,
     damage,
@@ -225,11 +225,12 @@ def newest(folder: Path, complete: Sequence[Path] | None = None) -> Path:
     complete = generations(folder) if complete is None else complete
     if not complete:
         named = quote(str(folder.parent))
-        raise ValueError(
-            f"no complete checkpoint in {folder}: nothing to resume; to start the run again, remove"
-            f" its folder (`rm -r {named}`) and type `tba train CONFIG.toml`. A study keeps"
-            " checkpoints with study.keep_checkpoints=true"
-        )
+        again = f"`tba train CONFIG.toml run.folder={named}`"
+        if is_run(folder.parent):
+            again = f"remove its folder (`rm -r {named}`) and type {again}. A study keeps"
+            again += " checkpoints with study.keep_checkpoints=true"
+        told = f"no complete checkpoint in {folder}: nothing to resume"
+        raise ValueError(f"{told}; to start the run again, {again}")
     for generation in reversed(complete):
         problems = damage(generation)
         if not problems:

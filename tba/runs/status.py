@@ -26,18 +26,22 @@ RATE = 50
 """Number of steps over which the pace is measured to estimate the remaining time."""
 
 
+Kind = Literal["running", "finished", "stopped", "crashed", "not started"]
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """Progress of a run. `running`: a process holds the folder's lock. `crashed`: no process holds
-    it, and the run has written no summary since its newest step.
+    it, and the run has written no summary since its newest step. `not started`: no process holds
+    it, and there is no step.
     """
 
-    kind: Literal["running", "finished", "stopped", "crashed"]
+    kind: Kind
     step: int
     steps: int
     """`run.steps`; 0 if `run.epochs` sets the length."""
     age: float
-    """Seconds since the newest metrics were written."""
+    """Seconds since the newest metrics were written, or else since the run began."""
     left: float | None
     """Seconds to the last step at the pace of recent steps; None unless the run is running."""
     score: float | None
@@ -74,7 +78,7 @@ def status_of(run: Path) -> RunStatus:
     config = read_optional(run / CONFIG) or {}
     steps = int(config.get("run", {}).get("steps", 0))
     summary = read_optional(run / SUMMARY)
-    kind: Literal["running", "finished", "stopped", "crashed"] = "crashed"
+    kind: Kind = "crashed" if rows else "not started"
     left = None
     is_locked = False
     with suppress(OSError), (run / LOCK).open("rb") as lock:  # it may not exist, or be unreadable
@@ -87,8 +91,8 @@ def status_of(run: Path) -> RunStatus:
             left = each * (steps - step)
     elif summary is not None and summary["steps"] == step:
         kind = "finished" if summary["finished"] else "stopped"
-    file = run / METRICS
-    age = time.time() - file.stat().st_mtime if file.is_file() else 0.0
+    files = [run / name for name in (METRICS, LOCK) if (run / name).is_file()]
+    age = time.time() - files[0].stat().st_mtime if files else 0.0
     evaluations = evaluations_in(metrics)
     _, score, stderr = ranked_score(evaluations[-1]) if evaluations else ("", None, None)
     return RunStatus(kind, step, steps, age, left, score, stderr)
@@ -112,10 +116,10 @@ def table_of(folder: Path) -> list[str]:
     if not states:
         raise ValueError(f"no run in {folder}; `tba train` writes runs into the folder `runs`")
     width = max(len(name) for name, _ in states)
-    lines = [f"{'run':<{width}}  {'state':<8}  {'step':>15}  {'score ± s.e.':>13}  age"]
+    lines = [f"{'run':<{width}}  {'state':<11}  {'step':>15}  {'score ± s.e.':>13}  age"]
     for name, state in sorted(states, key=lambda each: -each[1].age):
         of = f"{state.step:,}/{state.steps:,}" if state.steps else f"{state.step:,}"
         score = "" if state.score is None else f"{state.score:.3f} ± {state.stderr:.3f}"
-        row = f"{name:<{width}}  {state.kind:<8}  {of:>15}  {score:>13}  {duration(state.age)}"
+        row = f"{name:<{width}}  {state.kind:<11}  {of:>15}  {score:>13}  {duration(state.age)}"
         lines.append(row + state.remaining)
     return lines

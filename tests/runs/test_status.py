@@ -1,8 +1,10 @@
 """The state of a run: whether it lives, how far it is, and its score."""
 
 import json
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from build import config
 from tba.cli import main
 from tba.display import duration
 from tba.open import run
-from tba.runs.folder import METRICS, SUMMARY, locked
+from tba.runs.folder import LOCK, METRICS, SUMMARY, locked
 from tba.runs.status import status_of, table_of
 
 
@@ -38,6 +40,12 @@ def test_a_run_is_finished_stopped_crashed_or_running(ended, tmp_path):
     with locked(copy):
         living = status_of(copy)
     assert living.kind == "running" and living.left is not None and living.left > 0
+    (copy / SUMMARY).unlink()
+    (copy / METRICS).unlink()
+    os.utime(copy / LOCK, (time.time() - 100,) * 2)
+    stopped_early = status_of(copy)
+    assert (stopped_early.kind, stopped_early.step) == ("not started", 0)
+    assert 100 <= stopped_early.age < 200
 
 
 def test_the_table_has_all_runs_of_a_folder_by_age(ended, tmp_path, capsys, monkeypatch):
