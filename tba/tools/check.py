@@ -76,6 +76,10 @@ def dry_run(
             where = f" of {name}" if name else ""
             shown = decode(setup.text.tokenizer, tokens.tolist())  # with special tokens
             lines += [f"first prompt{where}, {len(tokens)} tokens:", shown]
+            last = first.text[-1] if not isinstance(first.text, str) else {}
+            if last.get("role") == "assistant" and last.get("content"):
+                what = "the last message is the assistant's, which the policy continues"
+                lines.append(f"note: {what}; if it is the answer, remove it from the prompt")
         lines += of_source
     if plain := [
         name for name, prompts in by_source.items() if _could_chat(setup, prompts[0], config.task)

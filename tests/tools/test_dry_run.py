@@ -92,7 +92,7 @@ def test_the_first_prompt_and_a_reward_are_shown(config, tmp_path):
     assert dry_run(config("slow"))[1][:5] == told[:5]
 
 
-def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
+def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model, tmp_path):
     from transformers import AutoTokenizer
 
     folder = tiny_model.with_name("chatting")
@@ -114,6 +114,15 @@ def test_a_prompt_is_shown_with_its_special_tokens(config, tiny_model):
         broken = {**config("broken").task.model_dump(), "chat": "on"}
         dry_run(config(policy={"model": str(folder)}, task=broken))
     assert not [line for line in told if line.startswith("note:")]
+    rows = tmp_path / "rows.jsonl"
+    of_text = rows.read_text()
+    for roles, is_noted in ((["user"], False), (["user", "assistant"], True)):
+        chats = [[{"role": role, "content": str(i)} for role in roles] for i in range(5)]
+        rows.write_text("".join(json.dumps({"prompt": c, "answer": "0"}) + "\n" for c in chats))
+        _, told = dry_run(config(policy={"model": str(folder)}, task=options))
+        notes = [line for line in told if "the last message is the assistant's" in line]
+        assert bool(notes) == is_noted
+    rows.write_text(of_text)
     sources = {name: {"use": "custom", "weight": 1, **plain.task.options} for name in "ab"}
     mixed = config(policy={"model": str(folder)}, task={"use": "mixture", "sources": sources})
     (told,) = [line for line in dry_run(mixed)[1] if line.startswith("note:")]
