@@ -235,10 +235,8 @@ def override_all(plain: dict[str, Any], settings: Sequence[str]) -> None:
         check_secrets(key, value)  # first, so that no error quotes a secret
         if not equals or ("." not in key and key not in PLUGGED):
             hint = without_table(key, text) if equals else ""
-            example = (
-                "such as `trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
-            )
-            raise ValueError(f"{setting!r}: write `table.key=value`, {hint or example}")
+            example = "`trainer.learning_rate=1e-4`; a config file comes first and ends in .toml"
+            raise ValueError(f"{setting!r}: write `table.key=value`: {hint or example}")
         values[f"{key}.use" if key in PLUGGED else key] = value
 
     together(*(partial(read, each) for each in settings), partial(assign_all, plain, values))

@@ -59,7 +59,7 @@ WRONG = {
     "trainer.min_lr_ratio=0.1": "trainer.min_lr_ratio': it was removed; schedules end at 0",
     "eval.deadline=60": "'eval.deadline': it was removed; use trainer.deadline",
     "warn.equal_rewards=0.5": "unknown key 'warn.equal_rewards': it was removed; the thresholds",
-    "lr=1e-4": "'lr=1e-4': write `table.key=value`, lr is trainer.learning_rate here",
+    "lr=1e-4": "'lr=1e-4': write `table.key=value`: lr is trainer.learning_rate here",
     "num_generations=8": "num_generations is sampling.samples and trainer.group_size here",
     "sampling.num_generations=8": "num_generations is sampling.samples and trainer.group_size here",
     "trainer.temperature=0.7": "temperature is sampling.temperature here",

@@ -25,7 +25,7 @@ OWN = "policy.model=bundled:arithmetic task=custom task.data=rows.jsonl task.rew
 MISTAKES = {
     "train nowhere.toml": "no such config file: nowhere.toml in /",
     "train broken.toml": "broken.toml: ",
-    "train runtime=slurm": "write `table.key=value`, `runtime.use=local` or `runtime.use=ray`",
+    "train runtime=slurm": "write `table.key=value`: `runtime.use=local` or `runtime.use=ray`",
     "train policy.lora.rank=8": "rank is policy.lora.r here",
     "train trainer.warmup_ratio=0.1": "is trainer.warmup_steps, as ratio x run.steps here",
     "train trainer.lr=1": "unknown key 'trainer.lr'",
