@@ -225,7 +225,7 @@ class Custom(Rendering, Task):
             if cut < 1:
                 raise ValueError(
                     f"task.data = {self.data!r} has only {len(train)} rows;"
-                    " lower task.held_out_size, or give task.held_out_data"
+                    f" lower task.held_out_size = {self.held_out_size}, or give task.held_out_data"
                 )
             train, held_out = train[:cut], train[cut:]
         else:

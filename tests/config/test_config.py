@@ -53,7 +53,7 @@ WRONG = {
     "steps=5": "did you mean `run.steps=5`?",
     "learning_rat=1e-4": "did you mean `trainer.learning_rate=1e-4`?",
     "seed=1": "did you mean `run.seed=1`?",
-    "stepps": "such as `trainer.learning_rate=1e-4`",
+    "stepps": "write `table.key=value`: `trainer.learning_rate=1e-4`; a config file",
     "eval.k=[1, 2.5]": "eval.k.1 = 2.5: Input should be a valid integer",
     "trainer.lr=1e-4": "unknown key 'trainer.lr': lr is trainer.learning_rate here",
     "trainer.min_lr_ratio=0.1": "trainer.min_lr_ratio': it was removed; schedules end at 0",

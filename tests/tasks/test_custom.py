@@ -220,7 +220,7 @@ def test_a_mistake_is_told_before_any_data_is_read(custom, case):
 
 DATA: dict[str, tuple[list[Any], str]] = {
     "column": ([{"question": "1"}] * 3, "has no column 'prompt'; it has question"),
-    "few": ([{"prompt": "1"}] * 2, "has only 2 rows; lower task.held_out_size, or give task.hel"),
+    "few": ([{"prompt": "1"}] * 2, "has only 2 rows; lower task.held_out_size = "),
     "none": ([{"prompt": text} for text in ("1", None, "2", "3")],
         "prompt 'train-1': column 'prompt' is None, neither text nor a number"),
     "NaN": ([{"prompt": x} for x in (1.5, float("nan"), 2, 3)],
