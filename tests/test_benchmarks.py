@@ -266,6 +266,14 @@ def test_the_docs_have_the_ranges_over_all_scores(thresholds):
     speeds = [thresholds.samples_a_second(thresholds.chosen(side)) for side in thresholds.SIDES]
     told = "{:.0f} asynchronously, {:.0f} synchronously, {:.0f} with TRL".format(*speeds)
     assert told in " ".join(text.split())
+    ends = {"asynchronous": 0.0, "synchronous": 0.0, "trl": 0.0}
+    for run in thresholds.read_runs(thresholds.WHOLE):
+        side = "trl" if "objective=dr_grpo" in run["options"] else run["side"]
+        ends[side] = max(ends[side], thresholds.end(run))
+    told = "{} asynchronously, {} synchronously, and {} for TRL's algorithm"
+    assert told.format(*(thresholds.show(end, 3) for end in ends.values())) in " ".join(
+        text.split()
+    )
     page = thresholds._measure.PAGE.read_text()
     assert thresholds.page_with(page) == page, "run `python benchmarks/_thresholds.py`"
 
