@@ -242,8 +242,7 @@ class Run:
             row[f"logged/{name}" if is_taken else name] = value
         self.journal.row(self.step, row)
         self.console.step(self.step, row)
-        self.warn(self.warnings.rejected(stats.errors))
-        self.warn(self.warnings.step(row))
+        self.warn([*self.warnings.rejected(stats.errors), *self.warnings.step(row)])
         every = self.config.log.sample_every
         if due(self.step, every) or (every and self.step == 1):
             group = groups[0]

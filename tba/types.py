@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tba.errors import NotFinite
 from tba.prompt import Prompt
+from tba.weights import lag
 
 GIVEN = 0
 SAMPLED = 1
 RESTART = 2
 """Marks of response tokens: given; sampled by the policy; given, and first of a new context."""
-Versions = TypeVar("Versions", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -148,16 +148,7 @@ class Trajectory(Response):
 
     def lags(self, step: int) -> Int32[np.ndarray, " N"]:
         """Return the lag of each sampled token when the trainer has done `step` steps."""
-        lags = lag(step, self.versions)
-        return lags if self.sampled is None else lags[self.sampled]
-
-
-def lag(step: int, version: Versions) -> Versions:
-    """Return the age in steps of data that weights of this version generated.
-
-    The trainer has done `step` steps. Version v are the weights after v steps.
-    """
-    return step - version
+        return lag(step, self.versions if self.sampled is None else self.versions[self.sampled])
 
 
 def switches_of(versions: Int32[np.ndarray, " T"]) -> tuple[tuple[int, int], ...]:

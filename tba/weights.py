@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +21,13 @@ PUBLISHED = 4
 
 Each keeps a copy alive until the slowest searcher has received it.
 """
+
+Versions = TypeVar("Versions", int, np.ndarray)
+
+
+def lag(step: int, version: Versions) -> Versions:
+    """Return the age in steps of data from weights of this version, after `step` steps."""
+    return step - version
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tba.runs.folder import (
     read,
     write_whole,
 )
-from tba.types import lag
+from tba.weights import lag
 
 LONGEST_VALUE = 10_000
 """Maximum number of characters of a column's value in samples.jsonl."""

@@ -28,7 +28,8 @@ from tba.replay.buffer import ReplayBuffer
 from tba.runs.folder import SESSIONS, SUMMARY, open_plain, write_json
 from tba.search.result import SearchStats
 from tba.tasks import Task
-from tba.types import Group, lag
+from tba.types import Group
+from tba.weights import lag
 
 RECENT = 20
 """Number of steps over which `samples_per_second` is measured."""

@@ -31,7 +31,6 @@ from tba.tasks._calls import MAX_CONCURRENT_CALLS
 
 TIMEOUTS = 2
 """Consecutive timeouts after which the remaining groups are not tried."""
-
 GRACE = 1.0
 """Seconds past its deadline after which an async call is assumed to block the event loop."""
 
