@@ -8,8 +8,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tba"
 LEVELS = [
-    {"types", "prompt", "errors", "display", "config", "streams", "child", "stop"},
-    {"weights", "objectives", "strategies", "engines", "tasks", "selections", "models"},
+    {"types", "prompt", "weights", "errors", "display", "config", "streams", "child", "stop"},
+    {"objectives", "strategies", "engines", "tasks", "selections", "models"},
     {"learn", "replay"},
     {"scoring"},
     {"agents"},
