@@ -33,7 +33,7 @@ Kind = Literal["running", "finished", "stopped", "crashed", "not started"]
 class RunStatus:
     """Progress of a run. `running`: a process holds the folder's lock. `crashed`: no process holds
     it, and the run has written no summary since its newest step. `not started`: no process holds
-    it, and there is no step.
+    it, and the run has taken no step.
     """
 
     kind: Kind

@@ -161,16 +161,21 @@ def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
+def scored_by(folder: Path, source: str) -> tuple[str, ...]:
+    """Return settings of a run on data of its own, scored by the function `f` of this source."""
+    (folder / "rewards.py").write_text(source)
+    prompts = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
+    (folder / "data.jsonl").write_text("".join(prompts))
+    return (
+        "task=custom", f"task.data={folder}/data.jsonl", "task.held_out_size=5",
+        f"task.reward={folder}/rewards.py:f", "log.console=lines",
+    )  # fmt: skip
+
+
 def test_a_run_whose_rewards_are_all_zero_says_so(tiny_model, tmp_path, capsys):
     """On the console at once, at its end, and in the summary; a resumed run keeps it."""
-    function = "def nothing(completions):\n    return [0.0] * len(completions)\n"
-    (tmp_path / "rewards.py").write_text(function)
-    prompts = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
-    (tmp_path / "data.jsonl").write_text("".join(prompts))
-    settings = (
-        "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5",
-        f"task.reward={tmp_path}/rewards.py:nothing", "run.steps=12", "log.console=lines",
-    )  # fmt: skip
+    function = "def f(completions):\n    return [0.0] * len(completions)\n"
+    settings = (*scored_by(tmp_path, function), "run.steps=12")
     run(config(tiny_model, tmp_path / "run", *settings))
     shown = capsys.readouterr().out
     words = "100% of the groups (more than {}%) have equal rewards"
@@ -195,18 +200,14 @@ def test_a_reward_that_raises_for_some_samples_is_a_warning_with_its_traceback(
 ):
     """Once, with the first error; samples to which no function applies are no error."""
     source = """
-def some(completions):
+def f(completions):
     if "2" in "".join(completions):
         raise ValueError(f"no grader for {completions[0]}")
     return [None if c == "3" else 1.0 for c in completions]
 """
-    (tmp_path / "rewards.py").write_text(source)
-    prompts = [json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(100, 140)]
-    (tmp_path / "data.jsonl").write_text("".join(prompts))
     settings = (
-        "task=custom", f"task.data={tmp_path}/data.jsonl", "task.held_out_size=5",
-        f"task.reward={tmp_path}/rewards.py:some", "run.steps=4", "log.console=lines",
-        "engine=scripted", "engine.answers=['1', '2', '3', '4', '5']", "sampling.max_tokens=4",
+        *scored_by(tmp_path, source), "run.steps=4", "engine=scripted",
+        "engine.answers=['1', '2', '3', '4', '5']", "sampling.max_tokens=4",
         "reward.max_rejected=1.0",
     )  # fmt: skip
     ended = run(config(tiny_model, tmp_path / "run", *settings))
