@@ -42,7 +42,7 @@ from tba.runtime.placement import (
     take_gpu,
 )
 from tba.search.prompts import SearchState
-from tba.setup.checks import check_step, placed
+from tba.setup.checks import placed
 from tba.setup.setup import RunSetup, check
 from tba.stop import Stop
 from tba.streams import Use, generator
@@ -265,7 +265,6 @@ def _assemble(
         device = _scoring_device(c, device, cluster.ranks[0].place.device, console)
     if stored is not None:
         progress, search = checkpoint.restore(stored, trainer, buffer)
-        check_step(progress.step, c)
         stream.seek(search.cursor, others=replay == "drop")
         console.note(f"resumed from {stored.name}")
         progress, search = renewed(setup, progress, search, buffer, replay, device, console.phase)

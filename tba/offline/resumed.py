@@ -11,11 +11,12 @@ from tba.prompt import Answer
 from tba.replay.buffer import ReplayBuffer
 from tba.runs.checkpoint import Progress, newest
 from tba.runs.folder import CHECKPOINTS, Replay, read_config, read_digests
+from tba.runs.generations import step_of
 from tba.scoring.verdicts import Rejection, Verdict, settle_truncated
 from tba.search.prompts import SearchState
 from tba.search.result import SearchStats
 from tba.search.searcher import SearchSetup
-from tba.setup.checks import check_resumed
+from tba.setup.checks import check_resumed, check_step
 from tba.setup.setup import EVALUATED, PROMPTS, RunSetup
 from tba.tasks._digests import changed
 from tba.types import Group
@@ -29,10 +30,12 @@ ALONE = "runtime.searchers = 0, so nothing is left to train on; start a new run"
 def choose_resumed(setup: RunSetup, run: Path, replay: Replay) -> tuple[Path, str]:
     """Return the checkpoint to resume, and a note on what happens to its samples.
 
-    The note is "" if they are kept. Raises ValueError if a change makes the samples unusable.
+    The note is "" if they are kept. Raises ValueError if the run is past `run.steps`, or
+    if a change makes the samples unusable.
     """
     check_resumed(setup.config, read_config(run))
     generation = newest(run / CHECKPOINTS)
+    check_step(step_of(generation), setup.config)
     before = read_digests(run)
     changes = [name for name in changed(setup.digests, before) if name != EVALUATED]
     names = ", ".join(changes)

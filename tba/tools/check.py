@@ -19,12 +19,10 @@ from tba.offline.resumed import choose_resumed
 from tba.offline.rollouts import described, read_rollouts
 from tba.prompt import Answer, Prompt, passes
 from tba.runs.folder import Replay
-from tba.runs.generations import step_of
 from tba.runtime.placement import device_here
 from tba.scoring.scoring import Scoring
 from tba.scoring.verdicts import Rejection, Verdict
 from tba.search.searcher import SearchSetup
-from tba.setup.checks import check_step
 from tba.setup.machine import Machine, this_machine
 from tba.setup.setup import RunSetup, check
 from tba.tasks import Checkable, Loadable, Task
@@ -54,8 +52,7 @@ def dry_run(
     """
     setup = check(config, planned=planned)
     if resume is not None:
-        generation, _ = choose_resumed(setup, resume, replay)
-        check_step(step_of(generation), setup.config)
+        choose_resumed(setup, resume, replay)
     by_source = setup.by_source()
     firsts = [prompts[0] for prompts in by_source.values()]
     if planned is not None and _loads(setup.task):

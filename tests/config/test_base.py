@@ -126,10 +126,12 @@ def test_a_file_that_a_moved_run_misses_is_named(home, started):
     assert run(_config(["run.steps=2", f"task.data={home}/moved.jsonl"], started), started).finished
 
 
-def test_a_dry_run_refuses_to_resume_what_is_further(started):
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_what_is_further_is_not_resumed_and_nothing_loads(started, is_dry, monkeypatch):
     run(_config(["run.steps=2"], started), started)
+    monkeypatch.setattr("tba.open.open_trainer", lambda *_: pytest.fail("the model has loaded"))
     with pytest.raises(ValueError, match=r"run\.steps = 1, but the run is at step 2"):
-        train_command(["run.steps=1"], dry_run=True, resume=started)
+        train_command(["run.steps=1"], dry_run=is_dry, resume=started)
 
 
 def test_texts_that_are_no_paths_stay_as_they_are(home, monkeypatch):

@@ -42,7 +42,7 @@ def test_the_page_and_the_answers_to_unknown_keys_have_one_table():
     {
         "policy.lora.lora_dropout=0.1": "because engine and trainer must agree on every log-prob",
         "lora_dropout=0.1": "because engine and trainer must agree on every log-prob",
-        "trainer.deepspeed=x": "because there is one trainer process",
+        "trainer.deepspeed=x": "deepspeed is trainer.devices here",
         "data.train_files=x": "unknown key 'data.train_files': train_files is task.data here",
         "actor_rollout_ref.actor.optim.lr=1e-6": "lr is trainer.learning_rate here",
         "algorithm.adv_estimator=grpo": "adv_estimator is objective.use here",
