@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 from statistics import fmean, median, stdev
 from typing import Any
@@ -100,20 +101,19 @@ class Comparison:
         """Return the smallest and the largest ratio, and the scores that they are from."""
         largest = max(p.ratio for p in self.reached)
         first, last = self.reached[0].score, self.reached[-1].score
-        ratios = f"{self.least.ratio:.1f} to {largest:.1f} times"
+        ratios = f"{factor(self.least.ratio)} to {factor(largest)} times"
         return f"{ratios} at any score from {show(first)} to {show(last)}"
 
     @property
-    def by_seed(self) -> str:
-        """Return the smallest and the largest ratio of two runs with the same seed."""
-        pairs = [(a, b) for a in self.ours for b in self.peer if a["seed"] == b["seed"]]
+    def by_pair(self) -> str:
+        """Return the smallest and the largest ratio of one of our runs and one of the peer."""
         times = [
-            (time_to_goal(a, p.score), time_to_goal(b, p.score))
-            for a, b in pairs
-            for p in self.reached
+            (time_to_goal(ours, point.score), time_to_goal(peer, point.score))
+            for ours, peer in product(self.ours, self.peer)
+            for point in self.reached
         ]
         ratios = [peer / ours for ours, peer in times if max(ours, peer) < inf]
-        return f"{min(ratios):.1f} to {max(ratios):.1f} times for single seeds"
+        return f"{factor(min(ratios))} to {factor(max(ratios))} times for pairs of runs"
 
     @property
     def missed(self) -> str:
@@ -139,6 +139,11 @@ def time_to(score: float, runs: Sequence[Run]) -> float:
 
 def show(score: float, digits: int = 2) -> str:
     return f"{score:.{digits}f}".removeprefix("0")
+
+
+def factor(ratio: float) -> str:
+    """Return a ratio with one digit, or two if one would hide that it is below 1."""
+    return show(ratio, 2 if 0.95 <= ratio < 1 else 1)
 
 
 def chosen(side: Side, lora: bool = False, latency: float | None = None) -> list[Run]:
@@ -260,14 +265,14 @@ def section() -> str:
         told = ["One seed." if seeds == 1 else f"Medians of {seeds} seeds."]
         for pair in pairs:
             shown = pair.points[::SHOWN]
-            ratios = [f"{p.ratio:.1f}" if p.ratio < inf else "" for p in shown]
+            ratios = [factor(p.ratio) if p.ratio < inf else "" for p in shown]
             rows.append([f"{pair.peer_is}, s", *(seconds(p.peer) for p in shown)])
             rows.append([f"{pair.peer_is} / asynchronous", *ratios])
             told.append(
                 f"{pair.peer_is[0].upper()}{pair.peer_is[1:]} / asynchronous: {pair.range},"
             )
             told.append(f"the smallest at {show(pair.least.score)}")
-            told[-1] += f"; {pair.by_seed}." if seeds > 1 else "."
+            told[-1] += f"; {pair.by_pair}." if seeds > 1 else "."
             if pair.missed:
                 told.append(f"{pair.missed[0].upper()}{pair.missed[1:]}.")
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -257,9 +257,9 @@ def test_the_docs_have_the_ranges_over_all_scores(thresholds):
     assert said in readme
     by_title = thresholds.comparisons()
     single = [
-        c.by_seed.split(" times")[0] for t in ("All weights", "Pure compute") for c in by_title[t]
+        c.by_pair.split(" times")[0] for t in ("All weights", "Pure compute") for c in by_title[t]
     ]
-    assert f"(medians of three seeds; single seeds: {single[0]})" in readme
+    assert f"(medians of three seeds; pairs of runs: {single[0]})" in readme
     told = "{} times for TRL and {} times for the synchronous side"
     told = f"{told}; with pure compute, {{}} times and {{}} times".format(*single)
     assert told in " ".join(text.split())

@@ -141,7 +141,7 @@ def test_the_results_are_those_of_the_study(monkeypatch):
     lags = importlib.import_module("stages").LAGS
     ends = {name: lags.cell(rows).split()[0] for name, lag, rows in lags.final() if lag == 64}
     raft, shift, tapered = (ends[name] for name in ("raft", "tb shift", "tb tapered"))
-    quoted = f"{raft} % at a lag of 64 steps, `tb` with a shift at {shift}, and `tb` by default at"
+    quoted = f"{raft} % at a lag of 64 steps, `tb` with a shift at {shift}, and `tb` without it at"
     quoted += f" {tapered}; with SmolLM2-135M at a lag of 16, "
     real = importlib.import_module("long").REAL
     by_name = {name: rows for name, lag, rows in real.final() if lag == 16}
@@ -172,7 +172,7 @@ def test_tb_trades_reward_for_diversity_best_where_the_readme_says_so():
     assert max(longer, key=longer.__getitem__) == ("tb residual", 16)
     assert {lag for _, lag in longer} == {16} and len(longer) > 2
     quoted = (
-        "with a shift at lags 0 and 16 (`topr` is level at 64 and ahead offline), and by default"
+        "with a shift at lags 0 and 16 (`topr` is level at 64 and ahead offline), and without it"
     )
     assert quoted in " ".join((ROOT / "README.md").read_text().split())
 
