@@ -2,7 +2,7 @@
 
     python -m studies.coverage.study            # `make study-coverage`; runs what rows/ lacks
     python -m studies.coverage.study raft tb    # only objectives whose names begin so
-    python -m studies.coverage.study --longer   # five objectives with 1,000 steps
+    python -m studies.coverage.study --longer   # seven objectives with 1,000 steps
     python -m studies.coverage.study --count    # only the number of runs, and the time
     python -m studies.coverage.study --tables   # only the tables and the figure, from the rows
 
@@ -52,6 +52,11 @@ OBJECTIVES: dict[str, dict[str, str | float]] = {
         "objective.beta": 0.1,
     },
     "tb_learned_z": {"objective.use": "tb_learned_z", "objective.beta": 0.1},
+    "tb_learned_z residual": {
+        "objective.use": "tb_learned_z",
+        "objective.taper": "residual",
+        "objective.beta": 0.1,
+    },
     "tba_prime": {"objective.use": "tba_prime", "objective.beta": 0.1},
     "rloo": {"objective.use": "rloo", "objective.beta": 0.1},
     "grpo": {"objective.use": "grpo", "objective.beta": 0.0},
@@ -162,7 +167,17 @@ LONGER = replace(
     numbers=("regularised",),
     base_objective="tb residual",
     objectives={
-        **{name: OBJECTIVES[name] for name in ("tb residual", "tb_learned_z", "raft", "topr")},
+        **{
+            name: OBJECTIVES[name]
+            for name in (
+                "tb residual",
+                "tb shift",
+                "tb_learned_z",
+                "tb_learned_z residual",
+                "raft",
+                "topr",
+            )
+        },
         "dr_grpo": {**OBJECTIVES["dr_grpo"], "objective.beta": BETA},
     },
     conditions={lag: COVERAGE.conditions[lag] for lag in (0, 16, 64)},

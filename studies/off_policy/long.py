@@ -53,7 +53,7 @@ def some(*names: str) -> dict:
 WORKING = brief(
     name="working",
     condition="lag",
-    objectives=some("tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl"),
+    objectives=some("tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl", "raft", "topr"),
     conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
     seconds=60,
     rates=(3e-6, *MIDDLE),

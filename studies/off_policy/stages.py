@@ -27,7 +27,7 @@ OBJECTIVES = {
     "grpo": {"objective.use": "grpo", "objective.beta": 0.04},
     "dr_grpo": {"objective.use": "dr_grpo", "objective.beta": 0.0},
     "ppo": {"objective.use": "ppo", "objective.beta": 0.1, "objective.whiten": True},
-    "oapl": {"objective.use": "oapl"},
+    "oapl": {"objective.use": "oapl", "objective.beta": 0.001},
     "m2po": {"objective.use": "m2po"},
     "cispo": {"objective.use": "cispo"},
     "raft": {"objective.use": "raft"},

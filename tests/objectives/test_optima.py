@@ -175,8 +175,8 @@ def end(
         own = (log_z.expand(len(GROUPS)),) if objective.head else ()
         loss = (chance * objective(logp, batch, *own)[0]).sum()
         gradient, pull = torch.autograd.grad(loss, (logits, log_z), allow_unused=True)
-        logits = (logits - 4 * gradient).detach()
-        log_z = (log_z - (0 if pull is None else 4 * pull)).detach()
+        logits = (logits - 2 * gradient).detach()
+        log_z = (log_z - (0 if pull is None else 2 * pull)).detach()
         history = [*history, logits.softmax(0)][-8 if "ago" in sampler else -1 :]
         if gradient.abs().max() < 1e-8:
             break
@@ -187,6 +187,7 @@ KINDS = [
     TrajectoryBalance(0.4, taper="none"),
     TrajectoryBalance(0.4, taper="residual"),
     TrajectoryBalance(0.4, taper="reward"),
+    TrajectoryBalanceLearnedZ(0.4, taper="none"),
     TrajectoryBalanceLearnedZ(0.4, taper="residual"),
     TrajectoryBalanceLearnedZ(0.4, taper="reward"),
 ]

@@ -83,9 +83,9 @@ def test_the_table_is_of_other_prompts_than_the_search(experiments, tmp_path):
 
 
 def test_the_study_has_fourteen_objectives_at_five_lags_and_five_rates(experiments):
-    """Nine have a beta: two others are tried, and with the best one five rates and schedules."""
+    """Ten have a beta: two others are tried, and with the best one five rates and schedules."""
     count = experiments["lags"].count()
-    assert "1960 runs (700 for rates, 280 for schedules, 630 for betas, 350 for the table)" in count
+    assert "2030 runs (700 for rates, 280 for schedules, 700 for betas, 350 for the table)" in count
 
 
 def test_a_seed_that_is_added_is_one_more_row(small, monkeypatch, tmp_path):
