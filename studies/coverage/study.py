@@ -2,7 +2,8 @@
 
     python -m studies.coverage.study            # `make study-coverage`; runs what rows/ lacks
     python -m studies.coverage.study raft tb    # only objectives whose names begin so
-    python -m studies.coverage.study --longer   # seven objectives with 1,000 steps
+    python -m studies.coverage.study --part longer    # seven objectives with 1,000 steps
+    python -m studies.coverage.study --part mixed     # half of each batch from the first weights
     python -m studies.coverage.study --count    # only the number of runs, and the time
     python -m studies.coverage.study --tables   # only the tables and the figure, from the rows
 
@@ -10,8 +11,9 @@ pairs.py has the task, and measure.py what is measured: the exact probabilities 
 answers at every evaluation. Each objective is searched at each lag as experiment.py says, with
 linear decay alone: rates with its first beta, betas at the best rate, and rates again with a better
 beta. It is searched by the pass rate, and by E r - beta KL at a beta of .1; each has rows of other
-seeds, the table. At lag 256, all 200 batches come from the first weights. The study with 1,000
-steps asks where long runs end: it compares by E r - beta KL only.
+seeds, the table. At lag 256, all 200 batches come from the first weights. The other parts compare
+by E r - beta KL only: `longer` asks where runs end after 1,000 steps, and `mixed` what happens if
+half of each batch comes from the first weights, and half is on policy (mixed.py).
 """
 
 from __future__ import annotations
@@ -186,6 +188,23 @@ LONGER = replace(
     wider=1,
     given={"run.steps": 1000, "eval.every": 200, "checkpoint.every": 200, "checkpoint.keep": 5},
 )
+MIXED = replace(
+    COVERAGE,
+    name="mixed",
+    numbers=("regularised",),
+    condition="batch",
+    objectives={
+        name: OBJECTIVES[name]
+        for name in ("tb residual", "tb shift", "dr_grpo", "cispo", "topr", "raft")
+    },
+    conditions={
+        "half from the first weights": {
+            "runtime.lag": 0,
+            "engine.use": "studies.coverage.mixed.HalfFirst",
+        }
+    },
+)
+PARTS = {part.name: part for part in (COVERAGE, LONGER, MIXED)}
 
 
 def behind(number: str, own: Sequence[Row], base: Sequence[Row]) -> str:
@@ -259,12 +278,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("objectives", nargs="*", help="beginnings of names; default: all")
     parser.add_argument("--lags", type=int, nargs="*", help="only these lags")
-    parser.add_argument("--longer", action="store_true", help="the study with 1,000 steps")
+    parser.add_argument("--part", choices=PARTS, default=COVERAGE.name)
     parser.add_argument("--count", action="store_true", help="print the number of runs only")
     parser.add_argument("--tables", action="store_true", help="print the tables from the rows")
     options = parser.parse_args()
     beginnings = tuple(options.objectives) or ("",)
-    whole = LONGER if options.longer else COVERAGE
+    whole = PARTS[options.part]
     study = replace(
         whole,
         objectives={n: each for n, each in whole.objectives.items() if n.startswith(beginnings)},
@@ -280,7 +299,7 @@ def main() -> None:
     if not options.tables:
         study.carry_out()
     print(f"{study.tables()}\n\n{study.differences()}")
-    if not options.longer:
+    if whole is COVERAGE:
         draw(study)
 
 

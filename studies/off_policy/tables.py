@@ -17,7 +17,7 @@ import pandas as pd
 from long import EXPERIMENTS, savings
 from stages import LAGS
 
-from studies.coverage.study import COVERAGE, LONGER
+from studies.coverage.study import PARTS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "results.md"
@@ -42,10 +42,8 @@ def tables() -> dict[str, str]:
     return {
         **{experiment.name: experiment.table() for experiment in (LAGS, *EXPERIMENTS.values())},
         "savings": savings(),
-        "coverage": COVERAGE.tables(),
-        "coverage_differences": COVERAGE.differences(),
-        "longer": LONGER.tables(),
-        "longer_differences": LONGER.differences(),
+        **{name: part.tables() for name, part in PARTS.items()},
+        **{f"{name}_differences": part.differences() for name, part in PARTS.items()},
         "noise_k": variances(noise, "K", "k"),
         "noise_length": variances(noise, "length", "length"),
     }

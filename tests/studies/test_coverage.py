@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from studies.coverage import measure
 from studies.coverage.pairs import HELD_OUT, SUMS, Pairs
-from studies.coverage.study import COVERAGE, FOUND_BY, LONGER, Coverage, Row, Setting
+from studies.coverage.study import COVERAGE, FOUND_BY, PARTS, Coverage, Row, Setting
 from studies.off_policy.experiment import key_of
 from tba.config.plugins import resolved
+from tba.config.schema import load
+from tba.open import run
 from tba.prompt import Answer, Prompt
+from tba.runs.folder import METRICS, read
 from tba.tools.study import read_study
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +106,7 @@ def test_what_is_measured_by_hand():
     assert at_target["regularised"] > found["regularised"]
 
 
-@pytest.mark.parametrize("whole", [COVERAGE, LONGER], ids=lambda study: study.name)
+@pytest.mark.parametrize("whole", PARTS.values(), ids=PARTS)
 def test_every_setting_is_a_config(whole, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     every = [Setting(*cell, 1e-4, "linear") for cell in whole.cells()]
@@ -118,6 +121,21 @@ def test_every_setting_is_a_config(whole, tmp_path, monkeypatch):
         resolved(config, ["objective"])[0].at(0)
         assert trial.label.startswith(config.objective.use[:2])
         assert config.checkpoint.keep * config.checkpoint.every == config.run.steps
+
+
+def test_half_of_a_mixed_batch_is_of_the_first_weights(tmp_path):
+    config = load(
+        ROOT / "studies" / "coverage" / "base.toml",
+        [
+            "engine.use=studies.coverage.mixed.HalfFirst", "runtime.lag=0", "objective.use=raft",
+            "run.steps=4", "trainer.warmup_steps=1", "eval.every=0", "checkpoint.every=0",
+            f"run.folder={tmp_path}/run", f"policy.model={MODEL}",
+        ],
+    )  # fmt: skip
+    run(config)
+    rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
+    assert [row["off_policy/lag_mean"] for row in rows] == [0, 0.5, 1, 1.5]
+    assert [row["off_policy/lag_max"] for row in rows] == [0, 1, 2, 3]
 
 
 class Known(Coverage):
