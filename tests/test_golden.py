@@ -1,4 +1,4 @@
-"""Curves of twelve steps of every objective, compared with recorded numbers.
+"""Curves of twelve steps of every objective and taper, compared with recorded numbers.
 
 Search is scripted, so that responses are the same on every machine. What can differ between CPUs
 or releases of PyTorch is the rounding of float32 products, about 1e-7 each. The test allows 1e-3 of
@@ -37,32 +37,39 @@ OPTIONS = {
     "vineppo": ("objective.step_tokens=2",),
     "ppo": ("objective.value_coefficient=0.5",),
 }
+CASES = {
+    **{name: (f"objective={name}", *OPTIONS.get(name, ())) for name in names("objectives")},
+    "tb_residual": ("objective=tb", "objective.taper=residual"),
+    "tb_reward": ("objective=tb", "objective.taper=reward"),
+    "tb_shift": ("objective=tb", "objective.taper=reward", "objective.shift=0.5"),
+    "tb_learned_z_residual": ("objective=tb_learned_z", "objective.taper=residual"),
+}
 
 
-@pytest.mark.parametrize("objective", names("objectives"))
-def test_curves_are_as_they_were(objective, toy_model, tmp_path):
-    own = (f"objective={objective}", *OPTIONS.get(objective, ()))
+@pytest.mark.parametrize("case", CASES)
+def test_curves_are_as_they_were(case, toy_model, tmp_path):
+    own = CASES[case]
     tba.open.run(toy_config(toy_model, tmp_path / "run", *SETTINGS, *own))
     rows = read(tmp_path / "run" / METRICS)
     found = {name: [float(f"{row[name]:.7g}") for row in rows] for name in CURVES}
     assert all(len(curve) == STEPS for curve in found.values())
-    file = GOLDEN / f"{objective}.json"
+    file = GOLDEN / f"{case}.json"
     if os.environ.get("TBA_GOLDEN") == "write":
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(found, indent=1) + "\n")
     if not file.is_file():
         pytest.fail(
-            f"{file} does not exist; write the curves of a new objective by"
+            f"{file} does not exist; write the curves of a new one by"
             " TBA_GOLDEN=write pytest tests/test_golden.py"
         )
     golden = json.loads(file.read_text())
     assert found.keys() == golden.keys()
-    later = LATER.get(objective, 1e-3)
+    later = LATER.get(case, 1e-3)
     for name, curve in golden.items():
         largest = max(map(abs, curve))
         assert found[name][0] == pytest.approx(curve[0], rel=1e-3, abs=1e-4 * largest), name
         assert found[name] == pytest.approx(curve, rel=later, abs=later / 10 * largest), name
 
 
-def test_golden_curves_are_of_objectives_that_exist():
-    assert {file.stem for file in GOLDEN.glob("*.json")} == set(names("objectives"))
+def test_every_golden_file_is_of_a_case():
+    assert {file.stem for file in GOLDEN.glob("*.json")} == set(CASES)
