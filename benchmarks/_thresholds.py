@@ -292,7 +292,7 @@ def page_with(text: str) -> str:
 
 
 def draw() -> None:
-    """Draw the curves of each side's best rate, without latency and with 1 s."""
+    """Draw the curves of each side: runs of 100 steps, and those of its best rate with 1 s."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -318,7 +318,10 @@ def draw() -> None:
                 label = NAMES[side] if i == 0 else None
                 axis.plot(times, scores, color=COLORS[side], label=label, marker=".", lw=1.3)
         ours, peer = (chosen(side, latency=latency) for side in (SIDES[0], SIDES[2]))
-        told = f"\nTRL / asynchronous: {Comparison(ours, peer).range}" if ours and peer else ""
+        with_trl = [c for c in whole_comparisons() if c.peer_is == "TRL"] if longest else []
+        if not with_trl and ours and peer:
+            with_trl = [Comparison(ours, peer)]
+        told = "".join(f"\nTRL / asynchronous: {c.range}" for c in with_trl)
         axis.set_title(title + told, fontsize=9)
         axis.set(xlabel="seconds of training")
         axis.grid(alpha=0.3)

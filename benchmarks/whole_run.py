@@ -102,7 +102,8 @@ def rows() -> list[_measure.Row]:
     found = []
     for compared in _thresholds.whole_comparisons():
         ours, peer = (Setting.of(runs[0]) for runs in (compared.ours, compared.peer))
-        note = f"{ours.text}; {compared.peer_is}: {peer.text}; {len(compared.ours)} seeds"
+        seeds = "one seed" if len(compared.ours) == 1 else f"{len(compared.ours)} seeds"
+        note = f"{ours.text}; {compared.peer_is}: {peer.text}; {seeds}"
         name = "reference run to 100 steps, full, asynchronous: time to a score"
         goal = f"ratio >= {4 if compared.peer_is == 'TRL' else 1.5}"
         found.append(_thresholds.row(name, compared, note, goal))

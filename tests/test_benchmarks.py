@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -227,6 +228,7 @@ def test_the_page_on_performance_has_the_rows_of_the_results(measure):
 
 
 TITLES = {
+    "all weights, 100 steps (one seed)": "All weights, 100 steps",
     "all weights": "All weights",
     "all weights, rewards of 1 s (one seed)": "All weights, rewards of 1 s",
     "pure compute: a small model, cheap rewards": "Pure compute",
@@ -252,9 +254,20 @@ def test_the_docs_have_the_ranges_over_all_scores(thresholds):
     rows = [row.split("|") for row in table.partition("\n\n")[0].splitlines()[2:]]
     assert {TITLES[row[1].strip()]: (row[2].strip(), row[3].strip()) for row in rows} == found
     readme = " ".join((root / "README.md").read_text().split())
-    low, high = found["All weights"][0].split(" times")[0].split(" to ")
-    said = f"**TRL takes {low} to {high} times as long as this package to reach any score from"
-    assert said in readme
+    ranges = {
+        title: [each.partition(" times at any score from ") for each in pair]
+        for title, pair in found.items()
+    }
+    (trl, _, scores), (synchronous, *_) = ranges["All weights, 100 steps"]
+    told = f"**TRL takes {trl} times as long as this package to reach any score from {scores}**"
+    assert told in readme and f"our synchronous loop {synchronous} times." in readme
+    ends = {side: fmean(map(thresholds.end, runs)) for side, runs in thresholds.whole().items()}
+    shown = [thresholds.show(ends[side]) for side in ("trl", "synchronous", "asynchronous")]
+    assert "The ends are {}, {} and, for this package, {} (".format(*shown) in readme
+    shown = [thresholds.show(ends[side], 3) for side in thresholds.SIDES]
+    told = "{} asynchronously, {} synchronously, and {} with TRL".format(*shown)
+    assert told in " ".join(text.split())
+    assert f"TRL takes {ranges['All weights'][0][0]} times as long (medians of three" in readme
     by_title = thresholds.comparisons()
     single = [
         c.by_pair.split(" times")[0] for t in ("All weights", "Pure compute") for c in by_title[t]
