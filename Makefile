@@ -62,7 +62,7 @@ test-vllm: $(VLLM_VENV)/installed  ## run the tests of the vLLM engine, and the 
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "not gpu" $(VLLM_TESTS) $(PYTEST)
 	@FULL=1 OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m "" -k with_vllm tests/faults $(PYTEST)
 
-study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate: 2,000 to 3,300 runs, 4 to 10 hours on two cores; runs what rows/lags.json lacks
+study: $(VENV)/installed  ## objectives at lags 0 to 256, each at its best rate: 2,000 to 3,500 runs, 4 to 7 hours on two cores; runs what rows/lags.json lacks
 	@$(BIN)/python studies/off_policy/stages.py
 
 study-long: $(VENV)/installed  ## written working, replay, rounded weights, a real model: hours; runs what rows/ lacks; ONLY=replay for one

@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def by_pair(self) -> str:
-        """Return the smallest and the largest ratio of one of our runs and one of the peer."""
+        """Return the smallest and the largest ratio of two runs that both reach the score."""
         times = [
             (time_to_goal(ours, point.score), time_to_goal(peer, point.score))
             for ours, peer in product(self.ours, self.peer)
@@ -143,7 +143,7 @@ def show(score: float, digits: int = 2) -> str:
 
 def factor(ratio: float) -> str:
     """Return a ratio with one digit, or two if one would hide that it is below 1."""
-    return show(ratio, 2 if 0.95 <= ratio < 1 else 1)
+    return f".{int(100 * ratio)}" if 0.95 <= ratio < 1 else show(ratio, 1)
 
 
 def chosen(side: Side, lora: bool = False, latency: float | None = None) -> list[Run]:
@@ -300,7 +300,7 @@ def draw() -> None:
 
     runs = read_runs(RUNS)
     measured = {run["latency"] for run in runs}
-    titles = {None: "rewards at once", 1.0: "1 s of latency for each reward"}
+    titles = {None: "rewards at once, 100 steps", 1.0: "1 s of latency for each reward"}
     panels = {latency: title for latency, title in titles.items() if latency in measured}
     figure, grid = pyplot.subplots(
         1, len(panels), figsize=(1.5 + 4 * len(panels), 3.6), sharey=True, squeeze=False,

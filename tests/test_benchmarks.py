@@ -258,21 +258,24 @@ def test_the_docs_have_the_ranges_over_all_scores(thresholds):
         title: [each.partition(" times at any score from ") for each in pair]
         for title, pair in found.items()
     }
+    (trl, _, scores), (synchronous, *_) = ranges["All weights"]
+    told = f"takes {trl} times as long as our asynchronous runs (`tb`) to reach any score from"
+    assert f"{told} {scores}**" in readme and f"our synchronous loop {synchronous} times." in readme
     (trl, _, scores), (synchronous, *_) = ranges["All weights, 100 steps"]
-    told = f"**TRL takes {trl} times as long as this package to reach any score from {scores}**"
-    assert told in readme and f"our synchronous loop {synchronous} times." in readme
+    told = f"they take {trl} and {synchronous} times as long from {scores}, and end at"
     ends = {side: fmean(map(thresholds.end, runs)) for side, runs in thresholds.whole().items()}
-    shown = [thresholds.show(ends[side]) for side in ("trl", "synchronous", "asynchronous")]
-    assert "The ends are {}, {} and, for this package, {} (".format(*shown) in readme
+    shown = [thresholds.show(limit(ends.values())) for limit in (min, max)]
+    assert f"{told} {' to '.join(shown)} (standard error" in readme
+    (trl, *_), _ = ranges["All weights, rewards of 1 s"]
+    assert f"With rewards of 1 s (one seed), TRL takes {trl} times as long, but ends" in readme
     shown = [thresholds.show(ends[side], 3) for side in thresholds.SIDES]
     told = "{} asynchronously, {} synchronously, and {} with TRL".format(*shown)
     assert told in " ".join(text.split())
-    assert f"TRL takes {ranges['All weights'][0][0]} times as long (medians of three" in readme
     by_title = thresholds.comparisons()
     single = [
         c.by_pair.split(" times")[0] for t in ("All weights", "Pure compute") for c in by_title[t]
     ]
-    assert f"(medians of three seeds; pairs of runs: {single[0]})" in readme
+    assert f"(medians of three seeds, rates chosen on one; pairs of runs: {single[0]})" in readme
     told = "{} times for TRL and {} times for the synchronous side"
     told = f"{told}; with pure compute, {{}} times and {{}} times".format(*single)
     assert told in " ".join(text.split())

@@ -22,7 +22,9 @@ from tba.weights import Weights
 class HalfFirst(Engine):
     """Two `transformers` engines: every second prompt of a search is answered by the first weights.
 
-    Versions and log-probs of completions are those of the weights that sampled them.
+    Versions and log-probs of completions are those of the weights that sampled them. Both halves
+    use the same random numbers. Calls with other sampling than that of the searches use the newest
+    weights only.
     """
 
     longest_block: ClassVar[int] = 0

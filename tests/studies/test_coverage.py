@@ -132,6 +132,7 @@ def test_half_of_a_mixed_batch_is_of_the_first_weights(tmp_path):
             f"run.folder={tmp_path}/run", f"policy.model={MODEL}",
         ],
     )  # fmt: skip
+    assert config.eval.samples != config.sampling.samples  # the engine tells them apart by this
     run(config)
     rows = [row for row in read(tmp_path / "run" / METRICS) if "loss" in row]
     assert [row["off_policy/lag_mean"] for row in rows] == [0, 0.5, 1, 1.5]
