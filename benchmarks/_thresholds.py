@@ -298,31 +298,23 @@ def draw() -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = read_runs(RUNS)
-    measured = {run["latency"] for run in runs}
-    titles = {None: "rewards at once, 100 steps", 1.0: "1 s of latency for each reward"}
-    panels = {latency: title for latency, title in titles.items() if latency in measured}
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=(1.5 + 4 * len(panels), 3.6), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    axes = grid[0]
-    for axis, (latency, title) in zip(axes, panels.items(), strict=True):
-        longest = whole() if latency is None else {}
-        for side in SIDES:
-            if not reference_runs(runs, side, lora=False, latency=latency):
-                continue
-            for i, run in enumerate(longest.get(side) or chosen(side, latency=latency)):
+    found = comparisons()
+    delayed = {side: chosen(side, latency=1.0) for side in SIDES}
+    panels = {
+        "rewards at once, 100 steps": (whole(), found["All weights, 100 steps"]),
+        "1 s of latency for each reward": (delayed, found["All weights, rewards of 1 s"]),
+    }
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(1.5 + 4 * len(panels), 3.6), sharey=True, layout="constrained"
+    )
+    for axis, (title, (by_side, (with_trl, *_))) in zip(axes, panels.items(), strict=True):
+        for side, runs in by_side.items():
+            for i, run in enumerate(runs):
                 times = [point["seconds"] for point in run["curve"]]
                 scores = [point["score"] for point in run["curve"]]
                 label = NAMES[side] if i == 0 else None
                 axis.plot(times, scores, color=COLORS[side], label=label, marker=".", lw=1.3)
-        ours, peer = (chosen(side, latency=latency) for side in (SIDES[0], SIDES[2]))
-        with_trl = [c for c in whole_comparisons() if c.peer_is == "TRL"] if longest else []
-        if not with_trl and ours and peer:
-            with_trl = [Comparison(ours, peer)]
-        told = "".join(f"\nTRL / asynchronous: {c.range}" for c in with_trl)
-        axis.set_title(title + told, fontsize=9)
+        axis.set_title(f"{title}\nTRL / asynchronous: {with_trl.range}", fontsize=9)
         axis.set(xlabel="seconds of training")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out sampled accuracy")

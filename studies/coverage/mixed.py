@@ -8,45 +8,25 @@ are of the newest weights: they must sample otherwise than the searches do (`eva
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
-from tba.engines import Engine
-from tba.engines.transformers import Transformers
+from studies.off_policy.two_engines import TwoEngines
 from tba.types import Completion, Sampling
-from tba.weights import Weights
 
 
 @dataclass
-class HalfFirst(Engine):
-    """Two `transformers` engines: every second prompt of a search is answered by the first weights.
+class HalfFirst(TwoEngines):
+    """Every second prompt of a search is answered by the first weights.
 
     Versions and log-probs of completions are those of the weights that sampled them. Both halves
-    use the same random numbers. Calls with other sampling than that of the searches use the newest
-    weights only.
+    use the same random numbers.
     """
 
-    longest_block: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        given = (self.policy, self.text, self.device, self.bf16, self.sampling)
-        self._first = Transformers(*given)
-        self._newest = Transformers(*given)
-
-    @property
-    def version(self) -> int:
-        return self._newest.version
-
-    def generate(
+    def search(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
-        if sampling != self.sampling:
-            return self._newest.generate(prompts, sampling, seed)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        completions[0::2] = self._first.generate(prompts[0::2], sampling, seed)
-        completions[1::2] = self._newest.generate(prompts[1::2], sampling, seed)
+        completions[0::2] = self._other.generate(prompts[0::2], sampling, seed)
+        completions[1::2] = self._exact.generate(prompts[1::2], sampling, seed)
         return completions
-
-    def load_weights(self, weights: Weights) -> float | None:
-        return self._newest.load_weights(weights)

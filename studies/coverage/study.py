@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from studies.coverage.measure import BETA, UNLIKELY, Exact, curve, grammar, right
-from studies.off_policy.experiment import Condition, Experiment, Row, Setting, with_error
+from studies.off_policy.experiment import Condition, Experiment, Row, Setting, some, with_error
 from tba.runs.folder import read_optional, write_json
 
 HERE = Path(__file__).parent
@@ -169,17 +169,8 @@ LONGER = replace(
     numbers=("regularised",),
     base_objective="tb residual",
     objectives={
-        **{
-            name: OBJECTIVES[name]
-            for name in (
-                "tb residual",
-                "tb shift",
-                "tb_learned_z",
-                "tb_learned_z residual",
-                "raft",
-                "topr",
-            )
-        },
+        **some(OBJECTIVES, "tb residual", "tb shift", "tb_learned_z", "tb_learned_z residual"),
+        **some(OBJECTIVES, "raft", "topr"),
         "dr_grpo": {**OBJECTIVES["dr_grpo"], "objective.beta": BETA},
     },
     conditions={lag: COVERAGE.conditions[lag] for lag in (0, 16, 64)},
@@ -193,10 +184,7 @@ MIXED = replace(
     name="mixed",
     numbers=("regularised",),
     condition="batch",
-    objectives={
-        name: OBJECTIVES[name]
-        for name in ("tb residual", "tb shift", "dr_grpo", "cispo", "topr", "raft")
-    },
+    objectives=some(OBJECTIVES, "tb residual", "tb shift", "dr_grpo", "cispo", "topr", "raft"),
     conditions={
         "half from the first weights": {
             "runtime.lag": 0,

@@ -361,6 +361,11 @@ class Experiment:
         )
 
 
+def some(objectives: Mapping[str, Settings], *names: str) -> dict[str, Settings]:
+    """Return the objectives with these names."""
+    return {name: objectives[name] for name in names}
+
+
 def beside(value: float, series: Sequence[float]) -> list[float]:
     """Return the next value below and the next one above, where there are any."""
     lower = [other for other in series if other < value]

@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from experiment import Experiment, Row
+from experiment import Experiment, Row, some
 from stages import OBJECTIVES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -46,14 +46,12 @@ brief = partial(
 """An experiment with three rates, one seed to search with, and three for the table."""
 
 
-def some(*names: str) -> dict:
-    return {name: OBJECTIVES[name] for name in names}
-
-
 WORKING = brief(
     name="working",
     condition="lag",
-    objectives=some("tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl", "raft", "topr"),
+    objectives=some(
+        OBJECTIVES, "tb", "tb tapered", "rloo", "dr_grpo", "cispo", "oapl", "raft", "topr"
+    ),
     conditions={lag: {"runtime.lag": lag} for lag in (0, 16, 256)},
     seconds=60,
     rates=(3e-6, *MIDDLE),
@@ -67,7 +65,7 @@ GRADED = brief(
     name="graded",
     condition="lag",
     objectives={
-        **some("tb tapered", "tb reward", "dr_grpo", "cispo", "raft", "topr"),
+        **some(OBJECTIVES, "tb tapered", "tb reward", "dr_grpo", "cispo", "raft", "topr"),
         "raft, threshold 1": {**OBJECTIVES["raft"], "objective.threshold": 1.0},
         "topr, baseline 0.8": {**OBJECTIVES["topr"], "objective.baseline": 0.8},
     },
@@ -79,7 +77,7 @@ GRADED = brief(
 REPLAY = brief(
     name="replay",
     condition="updates per response",
-    objectives=some("tb", "tb tapered", "dr_grpo", "oapl", "cispo"),
+    objectives=some(OBJECTIVES, "tb", "tb tapered", "dr_grpo", "oapl", "cispo"),
     conditions={n: {"runtime.fresh": 8 // n, "runtime.max_reuse": n + 1.0} for n in (1, 2, 4, 8)},
     seconds=25,
     given={"run.steps": 400},
@@ -89,9 +87,9 @@ QUANTISED = brief(
     name="quantised",
     condition="bits",
     objectives={
-        **some("tb", "tb tapered", "rloo", "dr_grpo", "cispo"),
+        **some(OBJECTIVES, "tb", "tb tapered", "rloo", "dr_grpo", "cispo"),
         "rloo weighted": {**OBJECTIVES["rloo"], "objective.importance": "token"},
-        **some("raft"),
+        **some(OBJECTIVES, "raft"),
     },
     conditions={
         bits: {"engine.use": "studies.off_policy.quantised.Quantised", "engine.bits": bits}
@@ -102,7 +100,7 @@ QUANTISED = brief(
 STEPS = brief(
     name="steps",
     condition="lag",
-    objectives=some("tb", "tb tapered", "rloo", "oapl"),
+    objectives=some(OBJECTIVES, "tb", "tb tapered", "rloo", "oapl"),
     conditions={lag: {"runtime.lag": lag} for lag in (16, 64)},
     seconds=60,
     rates=(3e-6, 1e-5, 3e-5),
@@ -149,7 +147,7 @@ REAL = Experiment(
     base="real.toml",
     objectives={
         "tb tapered": {**OBJECTIVES["tb tapered"], "objective.beta": 0.03},
-        **some("tb shift", "raft", "topr", "cispo", "dr_grpo"),
+        **some(OBJECTIVES, "tb shift", "raft", "topr", "cispo", "dr_grpo"),
     },
     conditions={lag: {"runtime.lag": lag} for lag in (0, 4, 16)},
     seconds=500,
@@ -163,7 +161,7 @@ REAL = Experiment(
 REAL_40_STEPS = replace(
     REAL,
     name="real_40_steps",
-    objectives=some("tb tapered", "dr_grpo", "cispo", "oapl", "raft"),
+    objectives=some(OBJECTIVES, "tb tapered", "dr_grpo", "cispo", "oapl", "raft"),
     seconds=200,
     seeds=(2, 3),
     schedules=("constant",),

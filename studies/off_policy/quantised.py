@@ -9,49 +9,40 @@ weights: they must sample otherwise than the searches do (`eval.samples`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
-from tba.engines import Engine
-from tba.engines.transformers import Transformers
+from studies.off_policy.two_engines import TwoEngines
 from tba.types import Completion, Sampling
 from tba.weights import Weights
 
 
 @dataclass
-class Quantised(Engine):
-    """Two `transformers` engines: searches are of the rounded weights, all else of the exact ones.
+class Quantised(TwoEngines):
+    """Searches are of the rounded weights.
 
     A weight of a linear layer is rounded to the nearest of 2^bits - 1 values, symmetric around 0,
     with one scale for each output. Embeddings and the head are exact. 32 bits: nothing is rounded.
     """
 
-    longest_block: ClassVar[int] = 0
     bits: Literal[2, 3, 4, 8, 32] = 8
     """Bits of a weight."""
 
     def __post_init__(self) -> None:
-        given = (self.policy, self.text, self.device, self.bf16, self.sampling)
-        self._exact = Transformers(*given)
-        self._rounded = Transformers(*given)
+        super().__post_init__()
         self._round()
 
-    @property
-    def version(self) -> int:
-        return self._exact.version
-
-    def generate(
+    def search(
         self, prompts: Sequence[np.ndarray], sampling: Sampling, seed: int
     ) -> list[list[Completion]]:
-        engine = self._rounded if sampling == self.sampling else self._exact
-        return engine.generate(prompts, sampling, seed)
+        return self._other.generate(prompts, sampling, seed)
 
     def load_weights(self, weights: Weights) -> float | None:
         """Load the exact weights, and compare them; then the rounded ones."""
-        gap = self._exact.load_weights(weights)
-        self._rounded.load_weights(weights)
+        gap = super().load_weights(weights)
+        self._other.load_weights(weights)
         self._round()
         return gap
 
@@ -59,7 +50,7 @@ class Quantised(Engine):
     def _round(self) -> None:
         if self.bits == 32:
             return
-        model = self._rounded.model
+        model = self._other.model
         for layer in model.base_model.modules():
             if isinstance(layer, torch.nn.Linear):
                 layer.weight.copy_(rounded(layer.weight, self.bits))
