@@ -210,7 +210,7 @@ class Run:
             reference = self.trainer.reference(version=self.step)
             with search_errors("the reference could not be replaced"):
                 self.searchers.reset_reference(reference)
-        except NoAnswerError as error:
+        except (SearchError, NoAnswerError) as error:
             raise RuntimeError(f"the reference could not be replaced: {error}") from error
 
     @contextmanager

@@ -48,9 +48,11 @@ class Stop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Context of work that can be repeated: the first signal raises Interruption."""
+        """Context of work that can be repeated: a signal before or in it raises Interruption."""
         self._interrupting = True
         try:
+            if self.requested:
+                raise Interruption
             yield
         finally:
             self._interrupting = False

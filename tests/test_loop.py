@@ -17,6 +17,7 @@ from tba.cli import _config
 from tba.config.schema import load
 from tba.engines.transformers import Transformers
 from tba.errors import SearchError
+from tba.learn.trainer import SingleTrainer
 from tba.offline.eval import evaluate_run
 from tba.open import run
 from tba.replay.buffer import ReplayBuffer
@@ -25,7 +26,7 @@ from tba.runs.folder import METRICS, read
 from tba.search.result import Evaluation
 from tba.setup.checks import check_resumed
 from tba.setup.setup import check
-from tba.types import Group
+from tba.types import Batch, Group
 
 pytestmark = pytest.mark.usefixtures("unchecked_shapes")
 
@@ -171,6 +172,32 @@ def test_a_signal_ends_what_is_generated(tiny_model, tmp_path, monkeypatch):
         assert run(_config([], folder), folder).finished
         assert replayed(tmp_path / "whole") == replayed(folder), call
         assert newest_files(folder)["model/model.safetensors"] == whole, call
+
+
+def test_a_signal_in_a_step_defers_the_evaluation_after_it(tiny_model, tmp_path, monkeypatch):
+    """A stop may have seconds only: the evaluation is made after the run is resumed."""
+    monkeypatch.setattr(tba.stop, "TWICE", 0.01)
+    generate, step, folder = Transformers.generate, SingleTrainer.step, tmp_path / "run"
+    is_stopped = False
+
+    def step_and_signal(self: SingleTrainer, batch: Batch, number: int) -> dict[str, float]:
+        nonlocal is_stopped
+        if number == 2:
+            signal.raise_signal(signal.SIGTERM)
+            is_stopped = True
+        return step(self, batch, number)
+
+    def generate_before(self: Transformers, *given: Any) -> Any:
+        assert not is_stopped
+        return generate(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleTrainer, "step", step_and_signal)
+        patch.setattr(Transformers, "generate", generate_before)
+        assert run(config(tiny_model, folder, "eval.every=3", "run.steps=6")).steps == 3
+    assert run(_config([], folder), folder).finished
+    rows = [r["step"] for r in read(folder / METRICS) if "eval/greedy_pass@1" in r]
+    assert rows == [0, 3, 6]
 
 
 def test_a_resumed_run_has_the_optimizer_it_is_told_to_have(tiny_model, tmp_path):

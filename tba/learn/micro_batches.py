@@ -100,11 +100,14 @@ def chunks(batch: TokenBatch, token_budget: int, share_prompt: bool) -> Iterator
 
 
 def filler(batch: AnyBatch) -> AnyBatch:
-    """Return the shortest response of the batch, for ranks without a group."""
-    lengths = batch.present.sum(-1) + batch.prompt_mask.sum(-1)[:, None]
-    group, sample = divmod(int(lengths.argmin()), batch.samples)
-    shortest = batch.groups([group]).slice(slice(sample, sample + 1)).groups([0])
-    return replace(shortest, restarts=torch.zeros_like(shortest.restarts))  # one pass in any layout
+    """Return the shortest prompt with one token of a response, for ranks without a group.
+
+    It needs no pass over responses, so that other ranks need not make one for it.
+    """
+    group = batch.groups([int(batch.prompt_mask.sum(-1).argmin())]).slice(slice(0, 1))
+    short = {name: t[..., :1] for name, t in group.tensors().items() if t.ndim == 3}
+    real = torch.ones_like(short["mask"])
+    return replace(group, **{**short, "mask": real, "restarts": ~real})
 
 
 def cost(batch: TokenBatch, groups: Sequence[int], share_prompt: bool) -> int:

@@ -25,8 +25,9 @@ Taper = Literal["reward", "residual", "none"]
 """Which responses of trajectory balance have the weight min(pi / mu, 1): see `tapered`."""
 MAX_LOG_RATIO = 20.0
 """Bound on log-ratios before exponentiation: e^20 is large enough, and finite."""
-OWN = ("loss", "step", "time", "requested")
-"""Names of metrics that an objective cannot use."""
+OWN = ("loss", "step", "time", "requested", "grad_norm", "learning_rate", "step_time")
+OWN_GROUPS = ("eval/", "batch/", "buffer/", "wait/", "sync/", "engine/", "searchers/", "trainer/")
+"""Names of metrics, and their beginnings, that an objective cannot use."""
 MOST_K3 = 10.0
 """Maximum of a token's term in `kl/k3`, in nats: one token must not dominate a batch's mean."""
 
@@ -265,6 +266,6 @@ def checked_loss(objective: str, returned: Any, groups: int, taken: Container[st
                 f"{name}: {key} {found}; it must be a tensor {shape}, a number for each group"
             )
     for key in metrics:
-        if key in OWN or key in taken or key.startswith("eval/"):
+        if key in OWN or key in taken or key.startswith(OWN_GROUPS):
             raise ValueError(f"{name}: {key} is already a metric of the run; return it as x/{key}")
     return loss, metrics

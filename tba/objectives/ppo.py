@@ -36,6 +36,7 @@ class Ppo(Objective):
     """
 
     needs_behavior = True
+    learns_from_equal_rewards = True
     beta: NotNegative = 0.05
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2
@@ -54,10 +55,6 @@ class Ppo(Objective):
     @property
     def head(self) -> Head:
         return Head("response", self.head_learning_rate)
-
-    @property
-    def learns_from_equal_rewards(self) -> bool:
-        return self.beta != 0
 
     def __call__(self, logp: PerToken, batch: Batch, head: PerToken) -> Loss:
         value = head.detach()

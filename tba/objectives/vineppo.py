@@ -26,6 +26,7 @@ class VinePpo(Objective):
     """
 
     needs_behavior = True
+    learns_from_equal_rewards = True
     beta: NotNegative = 1e-4
     """Coefficient of the KL to the reference."""
     clip: PositiveFloat = 0.2

@@ -112,7 +112,7 @@ class LocalSearchers:
         self.stats.seconds["load_weights"] += time.perf_counter() - started
 
     def reset_reference(self, sent: Publication) -> None:
-        self._reference = sent.payload  # first: a checkpoint needs it even if loading fails
+        self._reference = sent.payload
         with self._work() as searcher:
             searcher.reference.load_weights(sent.payload)  # the engine may lend its model
 

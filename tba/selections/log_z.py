@@ -47,6 +47,8 @@ class LogZ(CountedSelection):
         for t in group.trajectories:
             values.append(t.reward - self.beta * float((t.behavior_logp - t.ref_logp).sum()))
         new = float(np.mean(values))
+        if not np.isfinite(new):  # a log-prob of the reference may not be: it would remain
+            return
         old = self._estimates.get(group.prompt.id, new)
         self._estimates[group.prompt.id] = (old + new) / 2  # the policy changes
 

@@ -192,6 +192,12 @@ def check(
             f"objective.use = {config.objective.use!r} needs values in the middle of a response,"
             " which programs and environments do not have; choose another objective, such as tb"
         )
+    if goes_back and config.sampling.truncated == "reject":
+        raise ValueError(
+            f"sampling.truncated = 'reject' with objective.use = {config.objective.use!r}: rollouts"
+            " from the end of a long response are often truncated, and the response would be lost;"
+            " set sampling.truncated to keep or to a number, the reward of truncated responses"
+        )
     if task.tools is not None:
         check_tools(task, data.prompts[0])
     is_new = not (Path(config.run.folder) / CONFIG).is_file()

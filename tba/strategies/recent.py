@@ -17,9 +17,9 @@ class Recent:
     """Draws prompts that arrived in the last `window` steps, or the newest if those are too few.
 
     Each group consists of samples that arrived in these steps, or else of the prompt's latest
-    arrival; a prompt gets several groups before older prompts are drawn. With a window of one step
-    and as many new samples per step as in a batch, this is on-policy training: each sample that has
-    just arrived is drawn exactly once, unless `filter_equal` is set.
+    arrival. Unless `filter_equal` is set, a prompt gets several groups before older prompts are
+    drawn, and with a window of one step and as many new samples per step as in a batch, this is
+    on-policy training: each sample that has just arrived is drawn exactly once.
     """
 
     window: Positive = 1

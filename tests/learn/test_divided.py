@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from tba.learn import layouts, micro_batches, state
 from tba.learn.host import HostCopy
+from tba.types import collate_tokens
 from tba.weights import as_view, joined_rows
 
 
@@ -40,13 +41,25 @@ def test_each_response_runs_once_and_all_ranks_make_the_same_passes(ranks):
         assert sorted(b for p in parts for own in p.groups for b in own) == [*range(groups)]
         for part in parts:
             assert len(part.groups) == ranks
-            for own in filter(None, part.groups):
-                pieces = list(batch.groups(own).pieces(budget, True))
-                assert len(pieces) <= len(part.shapes)
-                assert sum(piece.samples for piece in pieces) == samples
-                for piece, shape in zip(pieces, part.shapes, strict=False):
+            for own in part.groups:
+                pieces = list(batch.groups(own).pieces(budget, True)) if own else []
+                assert not own or sum(piece.samples for piece in pieces) == samples
+                pieces += [micro_batches.filler(batch)] * (len(part.shapes) - len(pieces))
+                for piece, shape in zip(pieces, part.shapes, strict=True):
                     made = layouts.plan_of(piece, True, "short", shape.layout, shape.passes)
                     assert len(made.passes) == shape.passes
+
+
+def test_a_rank_without_a_group_makes_no_pass_that_others_do_not_make():
+    """A piece of one-token responses needs a pass over its prompt only."""
+    prompts = [np.arange(2, 12), np.arange(2, 4), np.arange(2, 4)]
+    responses = [[np.array([5])] * 3, [np.arange(2, 8)] * 3, [np.arange(3, 9)] * 3]
+    batch = collate_tokens(prompts, responses)
+    parts = micro_batches.split_batch(batch, 1, 2, share_prompt=True, packing="none")
+    alone = [shape for part in parts if not all(part.groups) for shape in part.shapes]
+    assert ("cached", 0) in alone
+    made = layouts.plan_of(micro_batches.filler(batch), True, "none", "cached")
+    assert made.passes == []
 
 
 def test_the_longest_groups_go_to_the_least_loaded_ranks():

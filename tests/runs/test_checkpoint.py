@@ -13,7 +13,7 @@ from build import Slow, config
 from build import file_names as names
 from build import save_checkpoint as save
 
-from tba.errors import NoAnswerError
+from tba.errors import EngineError, NoAnswerError
 from tba.open import run
 from tba.runs.checkpoint import Checkpoints, damage, generations
 from tba.runs.folder import METRICS, read
@@ -155,13 +155,14 @@ def test_a_run_logs_its_saves_and_ends_with_a_complete_one(tiny_model, tmp_path,
     assert names(folder / "checkpoints") == ["step-00000006", "step-00000008"]
 
 
+@pytest.mark.parametrize("error", [NoAnswerError, EngineError])
 def test_no_checkpoint_lacks_a_reference_that_could_not_be_replaced(
-    tiny_model, tmp_path, monkeypatch
+    error, tiny_model, tmp_path, monkeypatch
 ):
     """A resumed run would not replace it again."""
 
     def lost(searchers: LocalSearchers, sent: Any) -> None:
-        raise NoAnswerError("Ray is lost")
+        raise error("Ray is lost")
 
     monkeypatch.setattr(LocalSearchers, "reset_reference", lost)
     folder = tmp_path / "run"

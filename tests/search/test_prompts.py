@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from dataclasses import replace
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -267,6 +268,15 @@ def test_log_z_is_the_mean_reward_less_the_price_of_the_divergence():
     assert selection.state()["estimates"] == {"p1": pytest.approx(0.4)}
     selection.learn(with_logp(answered(PROMPTS[1], right=4, answers=5), -2.0, -3.0))
     assert selection.state()["estimates"] == {"p1": pytest.approx((0.4 + 0.3) / 2)}
+
+
+@pytest.mark.parametrize("wrong", [nan, inf, -inf])
+def test_log_z_forgets_an_estimate_that_is_not_finite(wrong):
+    """A reference in bf16 may give -inf: its group is dropped later, and the prompt stays known."""
+    selection = LogZ(PROMPTS, 0, None)
+    selection.learn(answered(PROMPTS[1], right=2, answers=5))
+    selection.learn(with_logp(answered(PROMPTS[1], right=2, answers=5), -2.0, wrong))
+    assert selection.state()["estimates"] == {"p1": pytest.approx(0.4)}
 
 
 def test_log_z_has_no_noise_at_the_target_of_trajectory_balance():

@@ -169,6 +169,12 @@ def search(model: Path, folder: Path, seed: int, *settings: str) -> SearchResult
 VINE = ("objective=vineppo", "objective.step_tokens=1", "sampling.samples=64")
 
 
+def test_truncated_rollouts_do_not_drop_long_responses(toy_model, tmp_path):
+    with pytest.raises(ValueError, match=r"'reject' with objective.use = 'vineppo'.* set sampl"):
+        check(toy_config(toy_model, tmp_path, *VINE, "sampling.truncated=reject"))
+    check(toy_config(toy_model, tmp_path, *VINE, "sampling.truncated=0"))
+
+
 def test_values_converge_to_the_true_ones(toy_model, tmp_path):
     """Every state after one token, by enumeration: within five standard errors of 300 rollouts."""
     settings = (
