@@ -29,9 +29,10 @@ class Prompt:
 class Answer:
     """A completion as text, up to a stop string; `finished` is False if the token limit cut it.
 
-    A dialogue also has `messages`, from the policy's first turn on, and its `environment` if a
-    reward asks for it: the instance, or in the searcher a handle to it. It is unfinished if it
-    exceeds the limit of tokens or turns.
+    A dialogue also has `messages`, from the policy's first turn on (for a program's session: those
+    of its last request, and the reply), and its `environment` if a reward asks for it: the
+    instance, or in the searcher a handle to it. It is unfinished if it exceeds the limit of tokens
+    or turns.
     """
 
     text: str

@@ -267,14 +267,21 @@ def test_a_run_on_ray_goes_on_in_one_process_with_its_newest_weights(
     assert lags[4:] == [0, 1]
 
 
-def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model, make_model, tmp_path):
+def test_a_wrong_change_on_resuming_leaves_the_run_as_it_was(tiny_model, tmp_path):
+    tiny_model = shutil.copytree(tiny_model, tmp_path / "model")
     run(config(tiny_model, tmp_path / "run", "run.steps=2"))
     folder = tmp_path / "run"
-    wrong = {"policy.model=bundled:arithmetic": r"config\.json of policy\.model: changed"}
+    wrong = {"policy.model=bundled:arithmetic": r"config\.json.*, weights of policy\.model: ch"}
     wrong |= {"task.size=299": r"task\.size, training prompts: changed since the samples"}
     for setting, told in wrong.items():
         with pytest.raises(ValueError, match=told):
             run(_config([setting, "run.steps=3"], folder), folder)
+    weights = tiny_model / "model.safetensors"
+    as_they_were = weights.read_bytes()
+    weights.write_bytes(as_they_were[:-64] + bytes(64))  # trained again
+    with pytest.raises(ValueError, match=r"weights of policy\.model: changed since the samples"):
+        run(_config(["run.steps=3"], folder), folder)
+    weights.write_bytes(as_they_were)
     assert run(_config(["run.steps=3"], folder), folder).steps == 3
     assert _config([], folder).run.steps == 3
 

@@ -20,8 +20,11 @@ from tba.tasks import Task, Tools
 from tba.types import GIVEN, RESTART, SAMPLED, Completion, Trajectory
 
 OBJECT = r"""\s*\{(?:"(?:[^"\\]|\\.)*"|[^"])*?\}\s*"""
-CALL = re.compile(rf"<tool_call>({OBJECT}|.*?)(?:</tool_call>|\Z)", re.DOTALL)
+CALL = re.compile(rf"<tool_call>({OBJECT}|(?:(?!<tool_call>).)*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call; strings in its object may contain the tags."""
+THINK = "<think>"
+THOUGHT = re.compile(rf"\s*{THINK}.*?(?:</think>|\Z)", re.DOTALL)
+"""A thought at the beginning of a turn; it may quote calls, but makes none."""
 FORM = '{"name": ..., "arguments": {...}}'
 ABOUT = f"""You may call these functions:
 <tools>
@@ -154,12 +157,16 @@ class Chat:
             if int(turn[-1]) in self.text.eos_ids:  # the parser may keep it
                 spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
             return {**message, **parsed, "content": before_stop(spoken, stop)}, calls
-        written = head + written
-        calls = [_read(each) for each in CALL.findall(written)]
+        opened = THINK * (not head and self.text.decode(context[-8:]).rstrip().endswith(THINK))
+        written = opened + head + written
+        thought = THOUGHT.match(written)
+        start = thought.end() if thought else 0
+        calls = [_read(each) for each in CALL.findall(written, start)]
         if calls:
             sound = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
             functions = [_as_function(each) for each in sound]
-            added = CALL.sub("", written).removeprefix(CALL.sub("", head))
+            spoken = written[:start] + CALL.sub("", written[start:])
+            added = spoken.removeprefix(opened).removeprefix(CALL.sub("", head))
             content = before_stop(added, stop).strip()
             message |= {"content": content, "tool_calls": functions}
         return message, calls

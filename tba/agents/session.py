@@ -186,7 +186,8 @@ class Session:
     @property
     def forks(self) -> int:
         """Contexts beyond the first one."""
-        return max(0, len(self._leaves()) - 1)
+        followed = {exchange.asked.after for exchange in self.exchanges}
+        return max(0, len(self.exchanges) - len(followed - {None}) - 1)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -350,8 +351,8 @@ class Turns:
         """Sample the waiting turns; wait at most `seconds` for the first one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting, seconds)
-            self._changed.wait_for(lambda: not self._expected, TOKENISING)
             if self._waiting and self._threads is None:
+                self._changed.wait_for(lambda: not self._expected, TOKENISING)
                 # a session that comes too late would wait for this batch, and be a batch by itself
                 self._changed.wait_for(
                     lambda: len(self._waiting) >= len(self._sessions), PATIENCE * self._last

@@ -33,6 +33,8 @@ from tba.weights import Weights, load_weights
 
 DROP = 1 / 8
 """Share of finished responses at which they are dropped from the batch, which costs a copy."""
+MOST_STOPS = 8
+"""Sets of stop strings whose tables are kept: programs alternate between few."""
 IDLE = -3
 """A slot without a response."""
 SHARED = 16
@@ -77,7 +79,7 @@ class Transformers(Engine):
         self.model = load_placed(policy, self.device, bf16, dtype)
         # one batch at a time; taken before `_weights`, so that waiting does not hold up an update
         self._batches = threading.Lock()
-        self._stop: StopStrings | None = None  # of the latest batch
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._weights = SharedLock()  # shared by a running batch, exclusive for `load_weights`
 
     def generate(
@@ -208,13 +210,16 @@ class Transformers(Engine):
         self, drawn: "SampledTokens", rows: Int[Tensor, " N"], stop: tuple[str, ...]
     ) -> Bool[Tensor, " N"]:
         """Return which of these rows have just completed a stop string."""
-        if self._stop is None or self._stop.stop != stop:
-            self._stop = StopStrings(self.text, stop, self.device)
+        if stop not in self._stops:
+            if len(self._stops) == MOST_STOPS:
+                del self._stops[next(iter(self._stops))]
+            self._stops[stop] = StopStrings(self.text, stop, self.device)
+        strings = self._stops[stop]
         newest = drawn.tokens[rows, drawn.step - 1].long()
-        stopped = self._stop.possible[newest] & ~drawn.ended(rows)
+        stopped = strings.possible[newest] & ~drawn.ended(rows)
         places = stopped.nonzero().squeeze(1)
         responses = drawn.tokens[rows[places], : drawn.step].cpu().numpy()
-        completed = [self._stop.completed(tokens) for tokens in responses]
+        completed = [strings.completed(tokens) for tokens in responses]
         stopped[places] = torch.tensor(completed, dtype=torch.bool, device=self.device)
         return stopped
 

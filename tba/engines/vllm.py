@@ -120,6 +120,12 @@ class VLLM(Engine):
         """Raise ValueError if vLLM cannot run the model or sample as configured."""
         check_sampling(config.sampling)
         options = config.engine.options
+        deadline = config.runtime.task_deadline
+        if deadline > DEADLINE:
+            raise ValueError(
+                f"runtime.task_deadline = {deadline:g}: engine=vllm ends any call after"
+                f" {DEADLINE:g} s; set {DEADLINE:g} or less, and lower runtime.prompts_per_task"
+            )
         if options.get("in_flight") and config.runtime.lag is not None:
             raise ValueError(
                 f"engine.in_flight = true mixes versions within a response, and runtime.lag ="

@@ -54,7 +54,7 @@ def plan_of(
 
     Empty passes are added until there are `passes_to_make`.
     """
-    if batch.restarts.any():
+    if batch.restarts.any() or not batch.prompt_mask.any():  # no prompt tokens to share
         layout = "plain"
     alike = first_alike(batch)
     is_first = alike == torch.arange(batch.samples)

@@ -223,11 +223,15 @@ def serve(config: Config, run: Path | None, step: int | str | None, port: int) -
     try:
         while True:
             endpoint.turns.work(0.2)
+            if endpoint.failure is not None:
+                raise endpoint.failure
             for exchange in session.exchanges[printed:]:
                 printed += 1
                 tokens = f"{len(exchange.asked.context)} + {len(exchange.turn.tokens)} tokens"
                 print(f"call {printed}: {tokens}, {1 + session.forks} contexts", flush=True)
     except KeyboardInterrupt:
+        return
+    finally:
         endpoint.close()
         engine.close()
 

@@ -35,7 +35,7 @@ from tba.weights import Weights
 LONGEST_CALL = 0.25
 """Share of `runtime.task_deadline` that a call of a scoring function may take.
 
-After two calls that hang, the others are not tried, so the searcher still meets its deadline.
+After two calls in a row that hang, the others are not tried, so that a search ends in time.
 """
 
 MOST_OF_TASK = 0.9

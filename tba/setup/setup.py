@@ -43,7 +43,7 @@ from tba.setup.machine import Machine, this_machine
 from tba.setup.memory import MemoryEstimate
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
-from tba.tasks._digests import digest, digests_of
+from tba.tasks._digests import digest, digests_of, weights_in
 from tba.tasks._memory import Functions, to_send
 from tba.types import Sampling
 from tba.weights import Transport
@@ -53,7 +53,10 @@ READ = ("policy", "task", "engine", "sampling", "reward", "eval")
 EVALUATED = "held-out prompts"
 """Digest of what affects only scores."""
 TRAINED_ON = "training prompts"
-PROMPTS = {TRAINED_ON, "tokenizer", "chat template", "config.json of policy.model"}
+PROMPTS = {
+    *(TRAINED_ON, "tokenizer", "chat template"),
+    *("config.json of policy.model", "weights of policy.model"),
+}
 """Digests of what affects what the policy reads, or its log-probs."""
 VOLATILE = {"_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that do not affect its log-probs."""
@@ -234,7 +237,8 @@ def _digests(config: Config, functions: Functions | None, data: Data) -> dict[st
     sets: list[Any] = [digest_of(data.held_out)]
     for name, prompts in data.evaluated.items():
         sets.append([digest_of(prompts), digests_of(config.task.source(name), functions)])
-    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
+    levels = [config.task.source(n).options.get("pass_reward") for n in sorted(config.task.sources)]
+    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward, levels]
     return digests_of(config.task, functions) | {
         "sampling.truncated": digest(config.sampling.truncated),
         TRAINED_ON: digest_of(data.prompts),
@@ -242,6 +246,7 @@ def _digests(config: Config, functions: Functions | None, data: Data) -> dict[st
         "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),
         "chat template": digest(own.chat_template),
         "config.json of policy.model": digest(model),
+        "weights of policy.model": digest(weights_in(Path(path))),
     }
 
 

@@ -34,6 +34,8 @@ UNUSED = {
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key"),
 }
 """Options of built-in tasks and judges that do not affect the reward of an answer to a prompt."""
+PLACES, BYTES = 256, 4096
+"""Places in a file of weights that are compared, and bytes at each."""
 OURS = {"tba", *sys.stdlib_module_names}
 """Packages that are compared by name, like installed ones."""
 VALUES = {
@@ -73,6 +75,20 @@ def changed(now: Mapping[str, str], before: Mapping[str, str] | None) -> list[st
 def digest(value: Any) -> str:
     """Return a digest of a JSON value."""
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def weights_in(folder: Path) -> list[Any]:
+    """Return size and a sample of each file of weights: reading all of them may take minutes."""
+    found: list[Any] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        sample = sha256()
+        with path.open("rb") as file:
+            for place in range(0, size, 1 + size // PLACES):
+                file.seek(place)
+                sample.update(file.read(BYTES))
+        found.append([path.name, size, sample.hexdigest()])
+    return found
 
 
 def _digests(key: str, value: Any, is_ours: bool) -> Iterator[tuple[str, str]]:

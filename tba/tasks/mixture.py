@@ -39,7 +39,8 @@ class TaskMixture(Task):
 
     def source(self, prompt: Prompt) -> tuple[str, Task]:
         name = prompt.id.partition("/")[0]
-        return name, self.tasks[name]
+        task = self.tasks.get(name)
+        return ("", self) if task is None else (name, task)  # "": a prompt of logged rollouts
 
     @property
     def dependencies(self) -> Sequence[tuple[str, Task]]:
@@ -67,6 +68,8 @@ class TaskMixture(Task):
 
     def score(self, prompt: Prompt, answers: Sequence[Answer]) -> Scores | Awaitable[Scores]:
         _, task = self.source(prompt)
+        if task is self:
+            raise ValueError(f"{prompt.id} is of logged rollouts, which no source can score again")
         return task.score(replace(prompt, id=prompt.id.partition("/")[2]), answers)
 
 

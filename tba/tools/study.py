@@ -368,9 +368,13 @@ def read_metrics(run: Path, *columns: str) -> pd.DataFrame:
 
 
 def curve(metrics: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return `score` and `samples_trained` by evaluated step; of repeated steps, the last."""
+    """Return `score` and `samples_trained` by evaluated step; of repeated steps, the last.
+
+    Evaluations in which no answer could be scored are left out.
+    """
     name = f"eval/{metric}"
-    by_step = metrics.reindex(columns=["step", name, "samples_trained"]).groupby("step").last()
+    scored = metrics[metrics.get("eval/sampled_rejected", pd.Series(0.0, metrics.index)) != 1]
+    by_step = scored.reindex(columns=["step", name, "samples_trained"]).groupby("step").last()
     if 0 in by_step.index:
         by_step.loc[0, "samples_trained"] = 0
     return by_step.rename(columns={name: "score"}).dropna()
@@ -412,7 +416,7 @@ def _row(run: Path, trial: Trial, metric: str) -> Row:
         "seed": config and config["run"]["seed"],
         "metric": metric,
         **last,
-        "last": last.get(metric, nan),
+        "last": nan if last.get("sampled_rejected") == 1 else last.get(metric, nan),
         "peak": peak,
         "peak_step": at,
         "drop": peak - by_step[by_step.index >= at].min(),

@@ -1,6 +1,7 @@
 """Run a study: all runs of all grids, several at once. A second call continues the first."""
 
 import os
+import shlex
 import shutil
 import signal
 import threading
@@ -21,7 +22,6 @@ from tba.runs.generations import generations, recover
 from tba.runtime.placement import Place, available_cores
 from tba.stop import Stop
 from tba.tools.study import (
-    FAILED,
     RESULTS,
     STUDY,
     Ledger,
@@ -37,6 +37,8 @@ from tba.tools.study import (
     write_results,
 )
 
+RESOLVED = ("policy.attention", "trainer.token_budget")
+"""Settings whose value "auto" a run replaces in its folder."""
 INTERRUPTED = 130  # exit status of a command that was interrupted by a signal, as in shells
 ORPHAN = 60.0  # seconds to wait for a run that a killed sweep left behind
 SAVING = 30.0  # seconds for a run to save and exit when the sweep raises an error
@@ -160,10 +162,14 @@ def sweep(
         print(f"config OK (dry run): {len(configs)} runs in {study.folder}")
         return 0
     with locked(study.folder, "study.folder"):
-        for trial in study.trials:
-            if retry_failed and (study.path(trial) / FAILED).is_file():
+        again = [t for t in study.trials if retry_failed and standing(study.path(t))[0] == "failed"]
+        left = {
+            t.folder: t if t in again else as_left(study, t, configs[t.folder])
+            for t in study.trials
+        }
+        for trial in again:
+            with locked(study.path(trial)):  # it may have been resumed by hand
                 shutil.rmtree(study.path(trial))
-        left = {t.folder: as_left(study, t, configs[t.folder]) for t in study.trials}
         before = read_ledger(study.folder).runs if (study.folder / STUDY).is_file() else []
         carried = Sweep(study, left, configs)
         ended = len(left) - len(carried.pending())
@@ -173,7 +179,7 @@ def sweep(
             print(f"their folders, but leave {STUDY}, {RESULTS} and the report", flush=True)
         carried.carry_out()
         write_results(study.folder)
-    return carried.farewell(" ".join(["tba sweep", str(path), *settings]))
+    return carried.farewell(shlex.join(["tba", "sweep", str(path), *settings]))
 
 
 def as_left(study: Study, trial: Trial, config: Config) -> Trial:
@@ -186,7 +192,7 @@ def as_left(study: Study, trial: Trial, config: Config) -> Trial:
         there = default | flat(with_defaults(Config(**stored)).nested())
         here = default | flat(with_defaults(config).nested())
         written = {"run.folder", "run.base"}  # by the run itself
-        written |= {key for key, value in here.items() if value == "auto"}
+        written |= {key for key in RESOLVED if here.get(key) == "auto"}
         keys = [key for key in {**there, **here} if key not in written]
         differing = [
             f"{key} = {there.get(key, 'default')!r} there, {here.get(key, 'default')!r} here"

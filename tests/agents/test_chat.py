@@ -162,6 +162,22 @@ WRITTEN: dict[str, tuple[str, str, list[Any]]] = {
     "a name that is a number": ('<tool_call>{"name": 3, "arguments": {}}', "", [None]),
     "very deep": ("<tool_call>" + "[" * 3000, "", [None]),
     "one of two": (f"<tool_call>?</tool_call>{call('a')}", "", [None, ("a", {})]),
+    "quoted in a thought": (
+        f"<think>In <tool_call></tool_call> tags.</think>{call('a')}",
+        "<think>In <tool_call></tool_call> tags.</think>",
+        [("a", {})],
+    ),
+    "opened in a thought": (
+        f"<think>After <tool_call>.</think>{call('a')}",
+        "<think>After <tool_call>.</think>",
+        [("a", {})],
+    ),
+    "in a thought only": (
+        f"<think>Not {call('a')}.</think>No.",
+        f"<think>Not {call('a')}.</think>No.",
+        [],
+    ),
+    "opened twice": (f"<tool_call> is it: {call('a')}", "<tool_call> is it:", [("a", {})]),
 }
 """A turn; its content without calls; its calls, None for one that cannot be read."""
 
@@ -176,6 +192,15 @@ def test_calls_are_read(case, chat):
     assert message["content"] == content
     sound = [{"name": name, "arguments": arguments} for name, arguments in filter(None, expected)]
     assert message.get("tool_calls", []) == [{"type": "function", "function": s} for s in sound]
+
+
+def test_the_prompt_may_have_opened_the_thought(chat):
+    """As templates of reasoning models do."""
+    simple = chat(SIMPLE)
+    written = f"Not {call('a')}.</think>Well: {call('b')}{EOS}"
+    message, calls = simple.read(tokens(simple, "[user]?<think>\n"), tokens(simple, written), ())
+    assert [c.name for c in calls] == ["b"]
+    assert message["content"] == f"Not {call('a')}.</think>Well:"
 
 
 def test_a_call_is_shown_as_the_policy_wrote_it(chat):

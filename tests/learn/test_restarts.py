@@ -167,6 +167,17 @@ def test_a_session_without_a_prompt_does_not_see_that_of_earlier_ones(sessions):
     assert moved.marks.tolist() == [R, *t.marks.tolist()[1:]]
 
 
+def test_a_group_of_sessions_without_a_common_prompt_has_log_probs(tiny_model):
+    """They are too long to be packed, and there is nothing to share."""
+    rng = np.random.default_rng(0)
+    rows = tuple(session(rng, G, *[S] * 30) for _ in range(12))
+    group = Group(Prompt("0", "?"), np.zeros(0, np.int32), rows)
+    model = load_model(PolicyTable(model=str(tiny_model)), torch.float32)
+    logp = Policy(model, 1.0)(collate([group])).logp[0]
+    for row, t in zip(logp, rows, strict=True):
+        torch.testing.assert_close(row, alone(model, group, t, 1.0))
+
+
 OUTCOMES = 4  # tokens of talk's model, each of which a reply may be
 BETA = 0.5
 

@@ -181,6 +181,10 @@ def test_rounding_does_not_decide_what_passes(reward, least, right, toy_model, t
     named = replace(found, prompt=mixed.prompts()[0])
     if least == 1:
         assert by_source(mixed, [named])["sources/a/pass@1"] == right
+    logged = replace(found, prompt=replace(named.prompt, id=f"rollouts-{named.prompt.id}"))
+    assert by_source(mixed, [logged]) == {}
+    with pytest.raises(ValueError, match=r"rollouts-a/.* no source can score again"):
+        mixed.score(logged.prompt, [])
 
 
 class BelowZero(Ones):

@@ -415,6 +415,24 @@ def test_a_difference_is_paired_by_prompt_and_marked_above_two_standard_errors(t
     assert row[1] == "+0.0% ± 99.0%, not clear (step 12, not paired)"
 
 
+def test_a_difference_without_a_spread_is_not_marked(tmp_path):
+    runs = [write(tmp_path / name, beta=beta) for name, beta in (("a", 0.1), ("b", 0.2))]
+    write_scores(runs[0], "same", [0.25, 0.5])
+    write_scores(runs[1], "same", [0.5, 0.75])
+    _, row = table(report(runs, tmp_path / "both").read_text(), "differences")
+    assert row[1] == "+25.0% ± 0.0%, not clear (step 12, paired over 2 prompts)"
+
+
+def test_pass_at_1_of_prompts_is_not_shown_as_a_reward(tmp_path):
+    """The third run has rewards only, so all are compared by reward."""
+    runs = [write(tmp_path / name, beta=beta) for name, beta in (("a", 0.1), ("b", 0.2))]
+    runs.append(write(tmp_path / "c", passes=False))
+    for run, score in zip(runs, (0.0, 1.0, 0.5), strict=True):
+        write_scores(run, "same", [score, score, 0.25])
+    _, *rows = table(report(runs, tmp_path / "all").read_text(), "differences")
+    assert all("not paired" in row[1] for row in rows)
+
+
 def test_runs_that_differ_in_the_seed_have_one_setting(tmp_path):
     """Also where their folders are shown relative to the folder in which they were started."""
     runs = [write(tmp_path / name) for name in ("a", "b", "c")]

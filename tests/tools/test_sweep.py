@@ -225,7 +225,10 @@ def test_failures_stay_with_the_run_that_failed(tmp_path, tiny_model, scripted, 
     assert sweep(path) == 2 and not scripted
     assert "5 runs, 5 of them ended earlier" in capsys.readouterr().out
     (study.folder / "all" / "ready").touch()
+    finished = study.folder / "all" / "seed=2"
+    (finished / "failed.json").write_text(json.dumps({"error": "it was then finished by hand"}))
     assert sweep(path, retry_failed=True) == 2  # seed 1 dies whenever it runs
+    assert (finished / "failed.json").exists()
     assert scripted == ["seed=1", "seed=3", "seed=4"]
     assert statuses(study)["seed=3"] == "finished"
     table = write_results(study.folder)

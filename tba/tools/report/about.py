@@ -10,7 +10,7 @@ import pandas as pd
 
 from tba.runs.folder import CHECKPOINTS, Row, flat
 from tba.runs.generations import generations, step_of
-from tba.tools.report.page import names, score
+from tba.tools.report.page import ranked, score
 
 Span = tuple[int, int, Mapping[str, str]]
 """First and last step of a part of a run, and its settings as JSON by `table.key`."""
@@ -36,11 +36,9 @@ def main_settings(config: Mapping[str, Row], sessions: Sequence[Row]) -> dict[st
 
 def best_evaluation(evaluations: pd.DataFrame, measure: str) -> Row | None:
     """Return the best evaluation after step 0, if there is one."""
-    column, _ = names(measure, "sampled")
     trained = evaluations[evaluations["step"] > 0]
-    if column not in trained or trained[column].isna().all():
-        return None
-    return trained.loc[trained[column].idxmax()].to_dict()
+    scores = ranked(trained, measure)
+    return None if scores.empty else trained.loc[scores.idxmax()].to_dict()
 
 
 def best_score(evaluations: pd.DataFrame, measure: str) -> str:

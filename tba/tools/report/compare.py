@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from tba.runs.folder import Row
-from tba.tools.report.page import names, with_stderr
+from tba.tools.report.page import names, ranked, with_stderr
 
 CLEAR = 2.0
 """Number of standard errors above which a difference is marked."""
@@ -62,9 +62,7 @@ def _last_common(first: EvaluatedRun, other: EvaluatedRun) -> tuple[int, int] | 
 
 
 def _best(first: EvaluatedRun, other: EvaluatedRun, measure: str) -> tuple[int, int] | None:
-    column, _ = names(measure, "sampled")
-    trained = [run.table[run.table.index > 0] for run in (first, other)]
-    scores = [table.get(column, pd.Series(dtype=float)).dropna() for table in trained]
+    scores = [ranked(run.table[run.table.index > 0], measure) for run in (first, other)]
     if any(each.empty for each in scores):
         return None
     return int(scores[0].idxmax()), int(scores[1].idxmax())
@@ -74,19 +72,28 @@ def _difference(
     first: EvaluatedRun, other: EvaluatedRun, steps: tuple[int, int], measure: str
 ) -> str:
     """Return the difference ± standard error as text; ★ if it is more than two of these."""
-    value, error, how = _paired(first, other, steps)
+    value, error, how = nan, nan, ""
+    pairs = list(zip((first, other), steps, strict=True))
+    if all(_measure_by_prompt(run, step) == measure for run, step in pairs):
+        value, error, how = _paired(first, other, steps)
     if isnan(value):
         column, stderr = names(measure, "sampled")
-        ends = [run.table.loc[step] for run, step in zip((first, other), steps, strict=True)]
+        ends = [run.table.loc[step] for run, step in pairs]
         value = ends[1].get(column, nan) - ends[0].get(column, nan)
         error = hypot(*(end.get(stderr, nan) for end in ends))
         how = "not paired"
     form = "{:+.1%}" if measure == "pass@1" else "{:+.3f}"
     text = with_stderr(value, error, form).replace("±\N{NO-BREAK SPACE}+", "±\N{NO-BREAK SPACE}")
     better = other.name if value > 0 else first.name
-    told = f"{STAR} {better} is better" if abs(value) > CLEAR * error else ", not clear"
+    told = f"{STAR} {better} is better" if abs(value) > CLEAR * error > 0 else ", not clear"
     at = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[1]} against {steps[0]}"
     return f"{text}{told} ({at}, {how})"
+
+
+def _measure_by_prompt(run: EvaluatedRun, step: int) -> str:
+    """Return the score of single prompts in `scores.jsonl`: pass@1 where it is defined."""
+    passed = run.table.loc[step].get(names("pass@1", "sampled")[0], nan)
+    return "reward" if isnan(passed) else "pass@1"
 
 
 def _paired(

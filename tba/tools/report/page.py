@@ -66,6 +66,14 @@ def names(measure: str, mode: str, subset: str = "") -> tuple[str, str]:
     return f"{start}_{measure}", f"{start}_{stderr}"
 
 
+def ranked(evaluations: pd.DataFrame, measure: str) -> pd.Series:
+    """Return the scores by which a run ranks evaluations, rounded; those without an answer lack."""
+    column, _ = names(measure, "sampled")
+    table = evaluations.reindex(columns=[column, "eval/sampled_rejected"])
+    scores = table[column].where(table["eval/sampled_rejected"] != 1).dropna()
+    return scores.map(lambda score: float(f"{score:.9g}"))
+
+
 def score(evaluation: Row, measure: str, mode: str, subset: str = "") -> str:
     value, stderr = (evaluation.get(name, nan) for name in names(measure, mode, subset))
     return with_stderr(value, stderr, "{:.1%}" if measure == "pass@1" else "{:.3f}")

@@ -84,12 +84,13 @@ class Layout:
     def is_clear(self, best: int, settings: pd.Index) -> bool:
         """Return whether a setting is more than two standard errors above every other one.
 
-        False if it has one seed, as the spread over seeds is then unknown.
+        False if it has one seed, as the spread over seeds is then unknown, or if there is no other.
         """
         ends = self.ends["last"].loc[settings].dropna(subset="mean")
         others = ends.drop(index=best)
         errors = np.hypot(others["sem"], ends["sem"][best])
-        return bool((ends["mean"][best] - others["mean"] > CLEAR * errors).all())
+        clear = ends["mean"][best] - others["mean"] > CLEAR * errors
+        return len(others) > 0 and bool(clear.all())
 
     def texts(self, name: str) -> pd.Series:
         """Return the mean and standard error of a column for each setting, as text."""
