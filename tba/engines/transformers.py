@@ -158,10 +158,11 @@ class Transformers(Engine):
     ) -> list[list[Completion]]:
         """Sample responses to each prompt, with a sequence of uniform random numbers for each.
 
-        The length of the longest sequence is the maximum length of all responses. Each token is
-        passed to its turn, if `turns` are given.
+        Sampling stops once each response has ended, or is as long as its sequence; longer ones are
+        not cut. Each token is passed to its turn, if `turns` are given.
         """
         own = [torch.from_numpy(numbers) for group in uniform for numbers in group]
+        limits = torch.tensor([len(numbers) for numbers in own], device=self.device)
         chance = pad_sequence(own, True, 1.0).to(self.device)
         limit = chance.shape[1]
         counts = torch.tensor([len(group) for group in uniform], device=self.device)
@@ -190,8 +191,8 @@ class Transformers(Engine):
             ends = torch.isin(chosen, eos)
             if sampling.stop:
                 ends |= self._stopped(drawn, rows, sampling.stop)
-            ended = drawn.end(rows, ends)
-            if drawn.step == limit or ended.all():
+            ended = drawn.end(rows, ends) | (drawn.step >= limits[rows])
+            if ended.all():
                 break
             if ended.sum() >= DROP * len(rows):
                 kept = (~ended).nonzero().squeeze(1)

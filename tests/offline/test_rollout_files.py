@@ -29,8 +29,11 @@ from tokenizers import Tokenizer as Tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tba.agents.chat import response_text
+from tba.agents.endpoint import Endpoint
 from tba.cli import main, rollouts
 from tba.config.schema import Config, load
+from tba.engines.transformers import Transformers
+from tba.errors import EngineError
 from tba.models.lora import load_frozen
 from tba.models.pretrained import load_text
 from tba.models.tokenizer import Tokenizer
@@ -508,3 +511,23 @@ def test_a_model_is_served_for_a_program_to_be_written_against(model, monkeypatc
             main()
     used.result()
     assert ended.value.code == 0
+
+
+def test_serving_ends_with_the_error_of_its_engine(model, monkeypatch):
+    """Also of an engine that samples in threads, as vLLM does."""
+
+    def fail(self: Transformers, turns: Sequence[Any]) -> None:
+        raise EngineError("out of memory")
+
+    def begin_and_ask(self: Endpoint, opened: Any) -> str:
+        url = begin(self, opened)
+        client.submit(programs.ask, url, [programs.user("Say 1")])
+        return url
+
+    begin = Endpoint.begin
+    monkeypatch.setattr(Transformers, "joins_batches", True)
+    monkeypatch.setattr(Transformers, "complete", fail)
+    monkeypatch.setattr(Endpoint, "begin", begin_and_ask)
+    settings = Config(policy={"model": str(model)}, sampling={"max_tokens": 50})
+    with ThreadPoolExecutor(1) as client, pytest.raises(EngineError, match="out of memory"):
+        serve(settings, None, None, 0)

@@ -67,7 +67,7 @@ def names(measure: str, mode: str, subset: str = "") -> tuple[str, str]:
 
 
 def ranked(evaluations: pd.DataFrame, measure: str) -> pd.Series:
-    """Return the scores by which a run ranks evaluations, rounded; those without an answer lack."""
+    """Return the scores that rank evaluations, as `checkpoint.score_of` does, by index."""
     column, _ = names(measure, "sampled")
     table = evaluations.reindex(columns=[column, "eval/sampled_rejected"])
     scores = table[column].where(table["eval/sampled_rejected"] != 1).dropna()
