@@ -228,7 +228,7 @@ def test_the_page_on_performance_has_the_rows_of_the_results(measure):
 
 
 TITLES = {
-    "all weights, 100 steps (one seed)": "All weights, 100 steps",
+    "all weights, 100 steps": "All weights, 100 steps",
     "all weights": "All weights",
     "all weights, rewards of 1 s (one seed)": "All weights, rewards of 1 s",
     "pure compute: a small model, cheap rewards": "Pure compute",
@@ -260,24 +260,27 @@ def test_the_docs_have_the_ranges_over_all_scores(thresholds):
     }
     (trl, _, scores), (synchronous, *_) = ranges["All weights"]
     told = f"takes {trl} times as long as our asynchronous runs (`tb`) to reach any score from"
-    assert f"{told} {scores}**" in readme and f"our synchronous loop {synchronous} times." in readme
+    assert f"{told} {scores}**" in readme and f"our synchronous loop {synchronous} times, with" in readme
     (trl, _, scores), (synchronous, *_) = ranges["All weights, 100 steps"]
-    told = f"they take {trl} and {synchronous} times as long from {scores}, and end at"
+    told = f"TRL takes {trl} times as long from {scores}, and our synchronous loop {synchronous} times."
     ends = {side: fmean(map(thresholds.end, runs)) for side, runs in thresholds.whole().items()}
     shown = [thresholds.show(limit(ends.values())) for limit in (min, max)]
-    assert f"{told} {' to '.join(shown)} (standard error" in readme
+    assert f"{told} They end at {' to '.join(shown)}: level." in readme
     (trl, *_), _ = ranges["All weights, rewards of 1 s"]
     assert f"With rewards of 1 s (one seed), TRL takes {trl} times as long, but ends" in readme
-    shown = [thresholds.show(ends[side], 3) for side in thresholds.SIDES]
+    shown = [
+        each.split("|")[2].strip()
+        for each in thresholds.ends_table().splitlines()[2:]  # in the order of SIDES
+    ]
     told = "{} asynchronously, {} synchronously, and {} with TRL".format(*shown)
     assert told in " ".join(text.split())
     by_title = thresholds.comparisons()
-    single = [
-        c.by_pair.split(" times")[0] for t in ("All weights", "Pure compute") for c in by_title[t]
-    ]
-    assert f"(medians of three seeds, rates chosen on one; pairs of runs: {single[0]})" in readme
-    told = "{} times for TRL and {} times for the synchronous side"
-    told = f"{told}; with pure compute, {{}} times and {{}} times".format(*single)
+    titles = ("All weights, 100 steps", "All weights", "Pure compute")
+    single = [c.by_pair.split(" times")[0] for t in titles for c in by_title[t]]
+    assert f"(pairs of runs: {single[2]})" in readme
+    told = "TRL takes {} times as long in the runs of 100 steps, and our synchronous side {} times;"
+    told += " in the other runs with all weights, it is {} and {} times; with pure compute, {} and {}"
+    told = told.format(*single)
     assert told in " ".join(text.split())
     speeds = [thresholds.samples_a_second(thresholds.chosen(side)) for side in thresholds.SIDES]
     told = "{:.0f} asynchronously, {:.0f} synchronously, {:.0f} with TRL".format(*speeds)
