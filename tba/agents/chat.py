@@ -19,7 +19,7 @@ from tba.prompt import Message, Prompt
 from tba.tasks import Task, Tools
 from tba.types import GIVEN, RESTART, SAMPLED, Completion, Trajectory
 
-OBJECT = r"""\s*\{(?:"(?:[^"\\]|\\.)*"|[^"])*?\}\s*"""
+OBJECT = r"""\s*\{(?:"(?:[^"\\]|\\.)*"|(?!<tool_call>)[^"])*?\}\s*"""
 CALL = re.compile(rf"<tool_call>({OBJECT}|(?:(?!<tool_call>).)*?)(?:</tool_call>|\Z)", re.DOTALL)
 """A call; strings in its object may contain the tags."""
 THINK = "<think>"
@@ -44,6 +44,18 @@ TURN = "\ue000a turn of the policy\ue001"
 """Placeholder for a turn, in a dialogue that is rendered to find the text after the turn."""
 
 log = logging.getLogger(__name__)
+
+
+def without_calls(turn: str, opened: bool) -> str:
+    """Return the text of a turn without its calls; `opened`: the prompt has opened a thought."""
+    start = _thought(turn, opened)
+    return turn[:start] + CALL.sub("", turn[start:])
+
+
+def _thought(turn: str, opened: bool) -> int:
+    """Return the length of the thought that a turn begins with."""
+    found = THOUGHT.match(THINK * opened + turn)
+    return found.end() - len(THINK) * opened if found else 0
 
 
 @dataclass(frozen=True)
@@ -157,19 +169,21 @@ class Chat:
             if int(turn[-1]) in self.text.eos_ids:  # the parser may keep it
                 spoken = spoken.removesuffix(tokenizer.convert_ids_to_tokens(int(turn[-1])))
             return {**message, **parsed, "content": before_stop(spoken, stop)}, calls
-        opened = THINK * (not head and self.text.decode(context[-8:]).rstrip().endswith(THINK))
-        written = opened + head + written
-        thought = THOUGHT.match(written)
-        start = thought.end() if thought else 0
-        calls = [_read(each) for each in CALL.findall(written, start)]
+        opened = self.opens_thought(context, head)
+        written = head + written
+        calls = [_read(each) for each in CALL.findall(written, _thought(written, opened))]
         if calls:
             sound = [{"name": c.name, "arguments": c.arguments} for c in calls if not c.error]
             functions = [_as_function(each) for each in sound]
-            spoken = written[:start] + CALL.sub("", written[start:])
-            added = spoken.removeprefix(opened).removeprefix(CALL.sub("", head))
+            added = without_calls(written, opened).removeprefix(without_calls(head, opened))
             content = before_stop(added, stop).strip()
             message |= {"content": content, "tool_calls": functions}
         return message, calls
+
+    def opens_thought(self, context: np.ndarray, head: str) -> bool:
+        """Return whether the text before a turn, or before its first part `head`, is a thought."""
+        before = self.text.decode(context if head else context[-8:]).removesuffix(head)
+        return before.rstrip().endswith(THINK)
 
     @property
     def _own_form(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from tba.agents.chat import CALL, Chat
+from tba.agents.chat import Chat, without_calls
 from tba.agents.wire import ChatRequest, RefusedError, completion, message_of
 from tba.errors import EngineError
 from tba.models.template import THOUGHTS, normalised, text_of, with_names
@@ -104,7 +104,7 @@ class Exchange:
             return (*self.asked.messages, self.reply)
         head = begun["content"]
         if self.reply.get("tool_calls"):  # the first of these calls may have begun in the text
-            head = CALL.sub("", head)
+            head = without_calls(head, self.asked.chat.opens_thought(self.asked.context, head))
         calls = [*begun.get("tool_calls", ()), *self.reply.get("tool_calls", ())]
         added = {"content": head + self.reply["content"], "tool_calls": calls}
         whole = readable({**begun, **self.reply, **added})

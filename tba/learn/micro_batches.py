@@ -104,7 +104,9 @@ def filler(batch: AnyBatch) -> AnyBatch:
 
     It needs no pass over responses, so that other ranks need not make one for it.
     """
-    group = batch.groups([int(batch.prompt_mask.sum(-1).argmin())]).slice(slice(0, 1))
+    tokens = batch.prompt_mask.sum(-1)
+    tokens[tokens == 0] = batch.prompt_mask.shape[1] + 1  # a batch without prompts cannot be cached
+    group = batch.groups([int(tokens.argmin())]).slice(slice(0, 1))
     short = {name: t[..., :1] for name, t in group.tensors().items() if t.ndim == 3}
     real = torch.ones_like(short["mask"])
     return replace(group, **{**short, "mask": real, "restarts": ~real})

@@ -30,6 +30,7 @@ from tba.models.pretrained import (
     load_config,
     load_empty_model,
     load_text,
+    model_folder,
 )
 from tba.models.tokenizer import Tokenizer
 from tba.prompt import Prompt
@@ -43,7 +44,7 @@ from tba.setup.machine import Machine, this_machine
 from tba.setup.memory import MemoryEstimate
 from tba.strategies import Strategy
 from tba.streams import Use, seed_of
-from tba.tasks._digests import digest, digests_of, weights_in
+from tba.tasks._digests import WEIGHTS, digest, digests_of, weights_in
 from tba.tasks._memory import Functions, to_send
 from tba.types import Sampling
 from tba.weights import Transport
@@ -55,7 +56,7 @@ EVALUATED = "held-out prompts"
 TRAINED_ON = "training prompts"
 PROMPTS = {
     *(TRAINED_ON, "tokenizer", "chat template"),
-    *("config.json of policy.model", "weights of policy.model"),
+    *("config.json of policy.model", WEIGHTS),
 }
 """Digests of what affects what the policy reads, or its log-probs."""
 VOLATILE = {"_commit_hash", "_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -238,7 +239,8 @@ def _digests(config: Config, functions: Functions | None, data: Data) -> dict[st
     for name, prompts in data.evaluated.items():
         sets.append([digest_of(prompts), digests_of(config.task.source(name), functions)])
     levels = [config.task.source(n).options.get("pass_reward") for n in sorted(config.task.sources)]
-    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward, levels]
+    answered = [e.samples, e.temperature, config.sampling.max_tokens, data.task.pass_reward]
+    answered += levels
     return digests_of(config.task, functions) | {
         "sampling.truncated": digest(config.sampling.truncated),
         TRAINED_ON: digest_of(data.prompts),
@@ -246,7 +248,7 @@ def _digests(config: Config, functions: Functions | None, data: Data) -> dict[st
         "tokenizer": digest([vocabulary, str(own.special_tokens_map), sorted(data.text.eos_ids)]),
         "chat template": digest(own.chat_template),
         "config.json of policy.model": digest(model),
-        "weights of policy.model": digest(weights_in(Path(path))),
+        WEIGHTS: digest(weights_in(model_folder(path))),
     }
 
 

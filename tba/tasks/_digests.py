@@ -34,6 +34,7 @@ UNUSED = {
     *("deadline", "retries", "concurrency", "cache_size", "token_budget", "api_key"),
 }
 """Options of built-in tasks and judges that do not affect the reward of an answer to a prompt."""
+WEIGHTS = "weights of policy.model"
 PLACES, BYTES = 256, 4096
 """Places in a file of weights that are compared, and bytes at each."""
 OURS = {"tba", *sys.stdlib_module_names}
@@ -69,7 +70,9 @@ def digests_of(task: PluginTable, functions: Functions | None) -> dict[str, str]
 
 def changed(now: Mapping[str, str], before: Mapping[str, str] | None) -> list[str]:
     """Return the names of the digests that differ; none if the earlier ones are unknown."""
-    return sorted({name for name, _ in now.items() ^ (now if before is None else before).items()})
+    known = now if before is None else before
+    unknown = {WEIGHTS} - known.keys()  # runs of 0.3 have no digest of the weights
+    return sorted({name for name, _ in now.items() ^ known.items()} - unknown)
 
 
 def digest(value: Any) -> str:

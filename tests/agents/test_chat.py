@@ -177,6 +177,7 @@ WRITTEN: dict[str, tuple[str, str, list[Any]]] = {
         f"<think>Not {call('a')}.</think>No.",
         [],
     ),
+    "opened very often": ("<tool_call>{" * 4000, "<tool_call>{" * 3999, [None]),
     "opened twice": (f"<tool_call> is it: {call('a')}", "<tool_call> is it:", [("a", {})]),
 }
 """A turn; its content without calls; its calls, None for one that cannot be read."""
@@ -201,6 +202,18 @@ def test_the_prompt_may_have_opened_the_thought(chat):
     message, calls = simple.read(tokens(simple, "[user]?<think>\n"), tokens(simple, written), ())
     assert [c.name for c in calls] == ["b"]
     assert message["content"] == f"Not {call('a')}.</think>Well:"
+
+
+def test_a_continued_thought_makes_no_calls(chat):
+    """Whether the policy or the prompt has opened it."""
+    simple = chat(SIMPLE)
+    quoted = f"Not {call('a')}"
+    for prompt, head in (("[user]?", f"<think>{quoted}"), ("[user]?<think>", quoted)):
+        turn = tokens(simple, f".</think>Well: {call('b')}{EOS}")
+        context = tokens(simple, prompt + head)
+        message, calls = simple.read(context, turn, (), {"role": "assistant", "content": head})
+        assert [c.name for c in calls] == ["b"]
+        assert message["content"] == ".</think>Well:"
 
 
 def test_a_call_is_shown_as_the_policy_wrote_it(chat):

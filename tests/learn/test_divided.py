@@ -58,8 +58,9 @@ def test_a_rank_without_a_group_makes_no_pass_that_others_do_not_make():
     parts = micro_batches.split_batch(batch, 1, 2, share_prompt=True, packing="none")
     alone = [shape for part in parts if not all(part.groups) for shape in part.shapes]
     assert ("cached", 0) in alone
-    made = layouts.plan_of(micro_batches.filler(batch), True, "none", "cached")
-    assert made.passes == []
+    for each in (batch, collate_tokens([np.arange(0), *prompts[1:]], responses)):
+        made = layouts.plan_of(micro_batches.filler(each), True, "none", "cached", 2)
+        assert made.passes == [[], []]
 
 
 def test_the_longest_groups_go_to_the_least_loaded_ranks():
