@@ -248,16 +248,17 @@ def draw(study: Coverage) -> None:
     figure, axes = pyplot.subplots(
         1, len(lags), figsize=(3.4 * len(lags), 3.4), sharey=True, layout="constrained"
     )
+    lines = {}
     for axis, lag in zip(axes, lags, strict=True):
         for name, color in zip(names, pyplot.get_cmap("tab10").colors, strict=False):
             own = [row for row in known if (row["objective"], row["condition"]) == (name, lag)]
             if (name, lag) in cells:
                 ends = [(row["pass"], row["distinct"]) for row in own]
                 axis.scatter(*zip(*ends, strict=True), s=8, color=color, alpha=0.35)
-                axis.plot(*zip(*frontier(own), strict=True), color=color, label=name)
+                (lines[name],) = axis.plot(*zip(*frontier(own), strict=True), color=color)
         offline = ", offline" if lag == max(study.conditions) else ""
         axis.set(xlim=(0.75, 1), ylim=(0, 25), xlabel="pass rate", title=f"lag {lag}{offline}")
-        axis.legend(fontsize=8, loc="lower left")
+    axes[-1].legend(lines.values(), lines, fontsize=8, loc="lower left")  # the emptiest corner
     axes[0].set_ylabel("distinct right answers in 64 samples")
     figure.savefig(FIGURE, dpi=130)
 
