@@ -81,7 +81,7 @@ def digest(value: Any) -> str:
 
 
 def weights_in(folder: Path) -> list[Any]:
-    """Return size and a sample of each file of weights: reading all of them may take minutes."""
+    """Return the size and a sample of each file of weights; reading all may take minutes."""
     found: list[Any] = []
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size

@@ -84,7 +84,7 @@ class Layout:
     def is_clear(self, best: int, settings: pd.Index) -> bool:
         """Return whether a setting is more than two standard errors above every other one.
 
-        False if it has one seed, as the spread over seeds is then unknown, or if there is no other.
+        False for a single setting, or with one seed, as the spread over seeds is then unknown.
         """
         ends = self.ends["last"].loc[settings].dropna(subset="mean")
         others = ends.drop(index=best)
